@@ -1,0 +1,55 @@
+# Every target works from a fresh clone: the first one run makes the environment in .venv.
+
+PYTHON ?= python3
+# Pinned so that pip takes one known build. The supported range is torch>=2.11,<2.14; to try another:
+#   make setup TORCH=torch==2.11.0
+# The choice is kept in .venv/.torch, so later targets stay with it.
+CHOSEN := $(shell cat .venv/.torch 2>/dev/null)
+TORCH ?= $(or $(CHOSEN),torch==2.13.0)
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## make the environment in .venv and build the C library
+
+demo: $(READY) ## train a small model on several processes
+	$(BIN)/python examples/digits.py
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(READY) ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## measure the collectives against torch's
+	$(BIN)/python benchmarks/collectives.py
+
+clean: ## remove the environment and everything built
+	rm -rf .venv build dist src/*.egg-info src/paceline/_transport/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(TORCH),$(CHOSEN))
+.PHONY: $(READY)
+endif
+
+# torch comes first and the package is built without isolation, so torch is fetched once.
+$(READY): pyproject.toml setup.py $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install "$(TORCH)"
+	$(PIP) install "setuptools>=77" wheel
+	$(PIP) install --no-build-isolation -e ".[dev]"
+	@test -e src/paceline/_transport/_shm.so || echo "note: built without the shared-memory" \
+	  "library; to see why: $(BIN)/pip install -v --no-build-isolation --no-deps -e ."
+	@echo "$(TORCH)" > .venv/.torch
+	@touch $@

@@ -1,0 +1,68 @@
+"""Builds shm.c; everything else about the package is in pyproject.toml.
+
+The result is a plain shared library that ``paceline._transport`` opens through ctypes. It knows
+neither Python's headers nor torch's, so one build serves every version of both. A machine that
+cannot build it gets the package without it.
+"""
+
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import PlatformError
+
+FOLDER = "src/paceline/_transport"
+
+
+class BuildLibrary(build_ext):
+    """Builds a library for ctypes where setuptools expects an extension module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))  # no ABI tag in the name
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []  # there is no PyInit function
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            if sys.platform != "linux":
+                raise PlatformError("it needs Linux")
+            super().build_extension(ext)
+        except Exception as error:  # whatever went wrong, the rest of the package works
+            self._drop(ext)
+            reason = " ".join(str(error).split())
+            self.warn(f"paceline is installed without its shared-memory library: {reason}")
+
+    def _drop(self, ext: Extension) -> None:
+        """Remove what an earlier build left: it does not belong to today's source."""
+        name = self.get_ext_filename(ext.name)
+        Path(self.build_lib, name).unlink(missing_ok=True)
+        if self.editable_mode:
+            Path("src", name).unlink(missing_ok=True)
+
+
+setup(
+    cmdclass={"build_ext": BuildLibrary},
+    ext_modules=[
+        Extension(
+            "paceline._transport._shm",
+            [f"{FOLDER}/shm.c"],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
+            optional=True,
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-fvisibility=hidden",
+                "-fwrapv",  # integer sums wrap around, as torch's do
+                "-fno-math-errno",
+                "-ffp-contract=off",  # same sums whether or not the processor can fuse them
+                "-Wall",
+                "-Wextra",
+                "-pthread",
+            ],
+            extra_link_args=["-pthread"],
+        )
+    ],
+)
