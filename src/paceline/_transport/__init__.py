@@ -1,0 +1,38 @@
+"""Moves bytes between ranks: shared memory, how ranks meet, objects without pickle.
+
+It has not heard of gradients, nor of what a tensor means.
+"""
+
+from .codec import decode, encode
+from .library import Operation
+from .rendezvous import Clock, Neighbours, connected, fetch, meet_neighbours, prove_hosts
+from .shm import (
+    DTYPE_CODES,
+    KIND_CODES,
+    MAX_RANKS,
+    REDUCTION_CODES,
+    Shm,
+    byte_table,
+    pointer_table,
+    unavailable,
+)
+
+__all__ = [
+    "DTYPE_CODES",
+    "KIND_CODES",
+    "MAX_RANKS",
+    "REDUCTION_CODES",
+    "Clock",
+    "Neighbours",
+    "Operation",
+    "Shm",
+    "byte_table",
+    "connected",
+    "decode",
+    "encode",
+    "fetch",
+    "meet_neighbours",
+    "pointer_table",
+    "prove_hosts",
+    "unavailable",
+]

@@ -1,0 +1,231 @@
+/* Collectives over shared memory, for the ranks of one host.
+ *
+ * The memory. Every rank owns one segment and every rank maps all of them. A segment holds
+ *
+ *     Control | slots | windows | channels | heap
+ *
+ * `Control` says how far its owner is; slots carry small payloads, windows large ones in pieces,
+ * channels carry point-to-point messages, and the heap holds tensors that live in shared memory.
+ * Only the owner writes to its segment, with two exceptions: a receiver moves the tail of the channel
+ * it reads, and an all-reduce of heap tensors writes each result to every rank's tensor.
+ *
+ * Progress. A rank tells the others one growing number: (operation << 24) + tick. Tick 1 of an
+ * operation is "entered": the description of the call, and a small payload, can be read. A rank
+ * that has seen every other rank enter operation k knows that all of them are done with k - 1;
+ * so what it wrote for k - 1 may be overwritten, and two slots, used in turn, are enough. Large
+ * payloads move in windows: in tick t a rank publishes window t, works on window t - 1 and, where
+ * there is a third step, collects the results of window t - 2; it starts tick t when all others
+ * have finished t - 1. One round of flags per window, two buffers of each kind.
+ *
+ * Agreement. After entering, every rank compares the descriptions of all ranks, so all of them
+ * come to the same verdict on a mismatch, before any payload is used; the group stays usable.
+ *
+ * Faults. A waiting rank looks every few milliseconds whether a rank it waits for is dead, has left
+ * or has written down a fault of its own; then it writes the fault down itself, so the news spreads
+ * even to ranks that wait for somebody else. After a fault the group is over.
+ *
+ * Who runs. An operation is a resumable state (`coll_step`, `pump_step`), and whoever needs progress
+ * drives it: a caller that waits, a caller that pokes in passing, or the lane's thread, which exists
+ * once something was submitted and nobody waits for it. At most one of them at a time ("running").
+ * Collectives run in the order of submission; point-to-point transfers have a lane of their own and
+ * overtake each other as their peers allow.
+ */
+#define _GNU_SOURCE
+#include "shm_collectives.h"
+#include "shm_transfers.h"
+
+/* ---- lanes: whoever needs progress drives ---- */
+
+static void drive(Lane *l, int64_t until, int spin) { /* the mutex is held before and after */
+    l->running = 1;
+    pthread_mutex_unlock(&l->mutex);
+    l->turn(l, until, spin);
+    pthread_mutex_lock(&l->mutex);
+    l->running = 0;
+    pthread_cond_broadcast(&l->changed);
+}
+
+static int has_work(Lane *l) {
+    Engine *e = l->engine;
+    return l->first || (l == &e->pump && (e->sending || e->receiving));
+}
+
+static void *lane_thread(void *lane) {
+    Lane *l = lane;
+    pthread_mutex_lock(&l->mutex);
+    while (!l->closing) {
+        if (!l->running && has_work(l)) drive(l, now_ns() + 20000000, 0);
+        else pthread_cond_wait(&l->changed, &l->mutex);
+    }
+    pthread_mutex_unlock(&l->mutex);
+    return NULL;
+}
+
+static void lane_open(Lane *l, Engine *e, int64_t (*turn)(Lane *, int64_t, int)) {
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&l->mutex, NULL);
+    pthread_cond_init(&l->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    l->engine = e;
+    l->turn = turn;
+}
+
+static void lane_close(Lane *l) {
+    pthread_mutex_lock(&l->mutex);
+    l->closing = 1;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->mutex);
+    if (l->has_thread) pthread_join(l->thread, NULL);
+    pthread_mutex_destroy(&l->mutex);
+    pthread_cond_destroy(&l->changed);
+}
+
+static void submit(Lane *l, Op *op, int wake_thread) {
+    op->next = NULL;
+    if (l->last) l->last->next = op;
+    else l->first = op;
+    l->last = op;
+    if (!wake_thread) return;
+    if (!l->has_thread) {
+        sigset_t all, old; /* signals are for Python's threads */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &old);
+        l->has_thread = pthread_create(&l->thread, NULL, lane_thread, l) == 0;
+        pthread_sigmask(SIG_SETMASK, &old, NULL);
+    }
+    if (l == &l->engine->pump && l->running) ring_bell(l->engine, l->engine->rank);
+    pthread_cond_broadcast(&l->changed);
+}
+
+static int await_op(Lane *l, Op *op, int64_t until) { /* the mutex is held before and after */
+    while (!op->done) {
+        if (!l->running) drive(l, until, 1);
+        else {
+            if (l == &l->engine->pump) ring_bell(l->engine, l->engine->rank);
+            struct timespec t = {until / 1000000000, until % 1000000000};
+            pthread_cond_timedwait(&l->changed, &l->mutex, &t);
+        }
+        if (!op->done && now_ns() >= until) return AGAIN;
+    }
+    return op->status;
+}
+
+/* ---- the interface with shm.py ---- */
+
+EXPORT uint64_t pl_op_bytes(void) { return sizeof(Op); }
+EXPORT uint64_t pl_heap_at(int n) { return heap_at(n); }
+EXPORT uint64_t pl_nonce_at(void) { return offsetof(Control, nonce); }
+
+EXPORT void *pl_map(int fd, uint64_t bytes) {
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+EXPORT void pl_unmap(void *p, uint64_t bytes) { munmap(p, bytes); }
+EXPORT void pl_discard(void *p, uint64_t bytes) { madvise(p, bytes, MADV_REMOVE); }
+
+EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uint64_t segment, int cores, uint64_t window) {
+    Engine *e = calloc(1, sizeof *e);
+    if (!e) return NULL;
+    e->rank = rank;
+    e->n = n;
+    e->segment = segment;
+    for (int r = 0; r < n; r++) {
+        e->base[r] = base[r];
+        e->watch[r] = watch[r];
+    }
+    int crowded = n > cores; /* then a spinning rank keeps the core from the one it waits for */
+    e->spin_ns = crowded ? 0 : 50000;
+    e->yields = crowded ? 8 : 0;
+    e->window = window ? window : crowded ? WINDOW : WINDOW / 8;
+    if (e->window > WINDOW) e->window = WINDOW;
+    e->small = SLOT;
+    e->flat = SLOT * 2 / n; /* every rank reads all of it: worth it while that is little */
+    if (e->flat > SLOT) e->flat = SLOT;
+    lane_open(&e->coll, e, coll_turn);
+    lane_open(&e->pump, e, pump_turn);
+    return e;
+}
+
+static Lane *lane_of(Engine *e, const Op *op) { return op->kind >= SEND ? &e->pump : &e->coll; }
+
+/* Starts an operation that is described in full.
+ * mode 0: drive it here, for at most `patience_ns`; 1: leave it to the thread; 2: to whoever waits or pokes. */
+EXPORT int pl_start(Op *op) {
+    int64_t now = now_ns();
+    memset((uint8_t *)op + offsetof(Op, status), 0, sizeof *op - offsetof(Op, status));
+    op->deadline = op->timeout_ns < 0 ? INT64_MAX : now + op->timeout_ns;
+    op->status = AGAIN;
+    op->queued = 1;
+    Lane *l = lane_of(op->engine, op);
+    pthread_mutex_lock(&l->mutex);
+    submit(l, op, op->mode == 1);
+    int status = op->mode == 0 ? await_op(l, op, now + op->patience_ns) : AGAIN;
+    pthread_mutex_unlock(&l->mutex);
+    return status;
+}
+
+EXPORT int pl_wait(Op *op, int64_t patience_ns) {
+    Lane *l = lane_of(op->engine, op);
+    pthread_mutex_lock(&l->mutex);
+    int status = await_op(l, op, now_ns() + patience_ns);
+    pthread_mutex_unlock(&l->mutex);
+    return status;
+}
+
+EXPORT int pl_test(Op *op) { /* 1 when the engine has nothing to do with it any more */
+    if (!op->queued) return 1;
+    Lane *l = lane_of(op->engine, op);
+    pthread_mutex_lock(&l->mutex);
+    int done = op->done;
+    pthread_mutex_unlock(&l->mutex);
+    return done;
+}
+
+EXPORT void pl_poke(Engine *e) { /* moves the oldest collective along, without waiting */
+    Lane *l = &e->coll;
+    if (pthread_mutex_trylock(&l->mutex)) return;
+    while (l->first && !l->running) {
+        Op *op = l->first;
+        drive(l, 0, 0);
+        if (l->first == op) break;
+    }
+    pthread_mutex_unlock(&l->mutex);
+}
+
+static void say(Engine *e, int status) {
+    Control *me = control(e, e->rank);
+    int none = 0;
+    atomic_compare_exchange_strong(&me->fault, &none, status);
+    for (int r = 0; r < e->n; r++) { /* those who wait for this rank, and our own threads */
+        futex_wake(low_half(&control(e, r)->progress));
+        ring_bell(e, r);
+    }
+}
+
+EXPORT void pl_abort(Engine *e) { say(e, ABORTED); }
+EXPORT void pl_leave(Engine *e) { say(e, LEFT); }
+
+/* The caller has seen every operation end. */
+EXPORT void pl_close(Engine *e) {
+    lane_close(&e->coll);
+    lane_close(&e->pump);
+    for (int r = 0; r < e->n; r++)
+        for (Stash *s = e->stash[r], *next; s; s = next) {
+            next = s->next;
+            free(s);
+        }
+    free(e);
+}
+
+/* How far rank r is: the operation it entered last, and its description. */
+EXPORT uint64_t pl_position(Engine *e, int r, Call *call) {
+    uint64_t seq = atomic_load(&control(e, r)->progress) >> 24;
+    *call = control(e, r)->call[seq & 1];
+    return seq;
+}
+
+EXPORT int pl_reduces(uint32_t dtype, uint32_t reduce) {
+    return dtype < T_COUNT && reduce < R_COUNT && REDUCERS[dtype][reduce] != NULL;
+}

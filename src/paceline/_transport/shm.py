@@ -1,0 +1,480 @@
+"""Shared memory between the ranks of one host: segments, operations, and what went wrong.
+
+``shm.c`` has the engine and says how it works. This file owns its memory and its descriptors,
+starts operations on raw pointers, and turns what the engine reports into errors.
+
+A rank's segment is a nameless file in memory (``memfd``): nothing ever lies in ``/dev/shm``, and
+the kernel frees it with the last process that maps it, however that process ends. It is made as
+large as the machine's memory, but only pages that are used exist.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from ctypes import addressof
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ..errors import (
+    CollectiveTimeoutError,
+    EngineUnavailableError,
+    GroupClosedError,
+    MismatchError,
+    PacelineError,
+    PeerDiedError,
+    PeerLeftError,
+    RendezvousError,
+)
+from . import library as lib
+from .heap import Heap
+from .library import RUN, describe
+from .rendezvous import NONCE_BYTES, Neighbours, meet_neighbours
+
+MAX_RANKS = 64
+PATIENCE_NS = 100_000_000  # how long a call stays in C before Python may handle a signal
+
+# In the order of the enum in shm_reduce.h; the engine can reduce the first _REDUCIBLE of them
+# and moves all.
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+)
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+KIND_CODES = {kind: code for code, kind in enumerate(lib.KINDS)}
+REDUCTION_CODES = {name: code for code, name in enumerate(lib.REDUCTIONS)}
+
+
+def unavailable() -> str:
+    """Why shared memory cannot be used on this machine; empty when it can."""
+    loaded = lib.load()
+    if isinstance(loaded, str):
+        return loaded
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    return ""
+
+
+def _library() -> ctypes.CDLL:
+    loaded = lib.load()
+    if isinstance(loaded, str):
+        raise EngineUnavailableError("shm", loaded)
+    return loaded
+
+
+def _heap_bytes(size: int) -> int:
+    """Room for shared tensors: address space, not memory; less where that is limited too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        return 64 << 20
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory, (16 << 40) // size) // 4096 * 4096
+
+
+class Segment:
+    """This rank's memory, mapped as long as the engine or a tensor uses it."""
+
+    def __init__(self, size: int, nonce: bytes) -> None:
+        library = _library()
+        self.fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        start = library.pl_heap_at(size)
+        self.bytes = start + _heap_bytes(size)
+        try:
+            os.ftruncate(self.fd, self.bytes)
+            self.address = map_segment(self.fd, self.bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.heap = Heap(start, self.bytes)
+        ctypes.memmove(self.address + library.pl_nonce_at(), nonce, NONCE_BYTES)
+        self._unmap = weakref.finalize(self, library.pl_unmap, self.address, self.bytes)
+        self._unmap.atexit = False
+
+    def close_file(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        os.close(self.fd)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A tensor in this segment, with arbitrary contents; None when there is no room."""
+        size = numel * dtype.itemsize
+        if size == 0:
+            return torch.empty(0, dtype=dtype)
+        start = self.heap.take(size)
+        if start is None:
+            return None
+        memory = (ctypes.c_byte * size).from_address(self.address + start)
+        memory.segment = self  # type: ignore[attr-defined]  # the mapping outlives its tensors
+        weakref.finalize(memory, self._free, start).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _free(self, start: int) -> None:
+        size = self.heap.give_back(start)
+        first, last = -(-start // 4096) * 4096, (start + size) // 4096 * 4096
+        if last - first >= 1 << 20:  # back to the system; smaller ones are soon used again
+            _library().pl_discard(self.address + first, last - first)
+
+
+def map_segment(fd: int, size: int) -> int:
+    """Map a segment and return its address."""
+    address = _library().pl_map(fd, size)
+    if not address:
+        raise EngineUnavailableError("shm", f"{size} bytes of shared memory cannot be mapped")
+    return int(address)
+
+
+class _Resources:
+    """What an engine holds of the system; released once, by whoever comes first."""
+
+    def __init__(self, segment: Segment, met: Neighbours) -> None:
+        self.library = _library()
+        self.segment = segment
+        self.met = met
+        self.peers: dict[int, int] = {}
+        self.engine: int | None = None
+        self.operations: dict[int, lib.Operation] = {}  # started and not seen to end
+        _all_here.add(self)
+
+    def map_peers(self) -> None:
+        at = self.library.pl_nonce_at()
+        for r, fd in self.met.segments.items():
+            self.peers[r] = address = map_segment(fd, self.segment.bytes)
+            if ctypes.string_at(address + at, NONCE_BYTES) != self.met.nonces[r]:
+                raise RendezvousError(f"the memory of rank {r} is not its own", "Retry.")
+
+    def release(self, *, at_once: bool) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            if at_once and self.operations:
+                self.library.pl_abort(engine)
+            for address in self.operations:
+                while self.library.pl_wait(address, PATIENCE_NS) == lib.AGAIN:
+                    pass
+            self.library.pl_leave(engine)
+            self.library.pl_close(engine)
+        self.operations.clear()
+        for address in self.peers.values():
+            self.library.pl_unmap(address, self.segment.bytes)
+        self.peers.clear()
+        self.met.close()
+
+
+# A forked child has this rank's memory but is not this rank: its copies are dead from the start.
+_all_here: weakref.WeakSet[_Resources] = weakref.WeakSet()
+
+
+def _bury_copies() -> None:
+    for resources in _all_here:
+        resources.engine = None
+
+
+os.register_at_fork(after_in_child=_bury_copies)
+
+
+class Shm:
+    """This rank's end of a shared-memory group: operations on raw pointers."""
+
+    def __init__(
+        self, rank: int, size: int, segment: Segment, met: Neighbours, window: int
+    ) -> None:
+        self._library = library = _library()
+        self.rank, self.size = rank, size
+        self._lock = threading.Lock()
+        self._spare: list[lib.Operation] = []
+        self._resources = resources = _Resources(segment, met)
+        # An engine that is dropped, or alive at exit, must not leave the others waiting.
+        self._finalizer = weakref.finalize(self, resources.release, at_once=True)
+        resources.map_peers()
+        bases = [resources.peers.get(r, segment.address) for r in range(size)]
+        watches = [met.watches.get(r, -1) for r in range(size)]
+        resources.engine = library.pl_open(
+            rank,
+            size,
+            (ctypes.c_void_p * size)(*bases),
+            (ctypes.c_int * size)(*watches),
+            segment.bytes,
+            len(os.sched_getaffinity(0)),
+            window,
+        )
+        self._start, self._wait = library.pl_start, library.pl_wait
+
+    @classmethod
+    def open(
+        cls, store: Store, rank: int, size: int, timeout: timedelta, *, window: int = 0
+    ) -> Shm:
+        """Meet the other ranks and map their memory; every rank calls it."""
+        if size > MAX_RANKS:
+            raise EngineUnavailableError("shm", f"{size} ranks, and it takes {MAX_RANKS}", rank)
+        if reason := unavailable():
+            raise EngineUnavailableError("shm", reason, rank)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        segment = Segment(size, nonce)
+        try:
+            met = meet_neighbours(store, rank, size, timeout, segment.fd, nonce)
+        finally:
+            segment.close_file()
+        try:
+            strangers = sorted(set(range(size)) - set(met.segments) - {rank})
+            if strangers:
+                names = ", ".join(map(str, strangers))
+                raise EngineUnavailableError("shm", f"rank {names} is not on this host", rank)
+            return cls(rank, size, segment, met, window)
+        except BaseException:
+            met.close()
+            raise
+        finally:
+            for fd in met.segments.values():  # mapped, or of no use
+                os.close(fd)
+            met.segments.clear()
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def run(
+        self,
+        kind: int,
+        dtype: int,
+        reduction: int,
+        itemsize: int,
+        root: int,
+        tag: int,
+        count: int,
+        source: int,
+        target: int,
+        timeout: float,
+        operation: lib.Operation | None = None,
+    ) -> lib.Operation:
+        """Do one operation here and now; raises what went wrong."""
+        engine = self._resources.engine or self._alive(kind)
+        spare = operation is None
+        if operation is None:
+            operation = self._spare.pop() if self._spare else lib.Operation()
+        # fmt: off
+        describe(
+            operation, 0,
+            engine, kind, dtype, reduction, itemsize, root, RUN,
+            tag, int(timeout * 1e9), PATIENCE_NS, count, source, target,
+        )
+        # fmt: on
+        address = addressof(operation)
+        try:
+            if status := self._start(address):
+                self._finish(operation, status)
+        except BaseException:
+            self._give_up(operation)
+            raise
+        if spare:
+            self._spare.append(operation)
+        return operation
+
+    def submit(
+        self,
+        kind: int,
+        dtype: int,
+        reduction: int,
+        itemsize: int,
+        root: int,
+        tag: int,
+        count: int,
+        source: int,
+        target: int,
+        timeout: float,
+        operation: lib.Operation,
+        *,
+        quietly: bool = False,
+    ) -> None:
+        """Start one operation; the engine's thread sees to it.
+
+        ``quietly``: the thread is left alone, and whoever waits or pokes moves it along.
+
+        The memory behind the pointers stays with the engine until :meth:`wait` has returned or
+        raised; put what must live that long into ``operation.keep``.
+        """
+        mode = lib.SUBMIT_QUIETLY if quietly else lib.SUBMIT
+        what = (self._alive(kind), kind, dtype, reduction, itemsize, root, mode, tag)
+        describe(operation, 0, *what, int(timeout * 1e9), 0, count, source, target)
+        address = addressof(operation)
+        with self._lock:
+            self._forget_finished()
+            self._resources.operations[address] = operation
+        self._start(address)
+
+    def _forget_finished(self) -> None:
+        """Let go of operations that nobody waited for (the lock is held)."""
+        if len(self._resources.operations) < 64:
+            return
+        for address in list(self._resources.operations):
+            if self._library.pl_test(address):
+                del self._resources.operations[address]
+
+    def wait(self, operation: lib.Operation, seconds: float | None = None) -> bool:
+        """Block until a submitted operation is done; raises what went wrong with it.
+
+        With ``seconds``, False when it is not done by then; it goes on.
+        """
+        left = None if seconds is None else int(seconds * 1e9)
+        while True:
+            patience = PATIENCE_NS if left is None else min(PATIENCE_NS, left)
+            self._alive(operation.kind)
+            status = self._wait(addressof(operation), patience)
+            if status != lib.AGAIN:
+                break
+            if left is not None:
+                left -= patience
+                if left <= 0:
+                    return False
+        with self._lock:
+            self._resources.operations.pop(addressof(operation), None)
+        if status:
+            raise self._error(operation, status)
+        return True
+
+    def done(self, operation: lib.Operation) -> bool:
+        """Whether a submitted operation has ended, well or badly."""
+        if addressof(operation) not in self._resources.operations:
+            return True
+        return bool(self._library.pl_test(addressof(operation)))
+
+    def poke(self) -> None:
+        """Move the oldest collective along as far as it goes without waiting."""
+        if self._resources.engine is not None:
+            self._library.pl_poke(self._resources.engine)
+
+    def _finish(self, operation: lib.Operation, status: int) -> None:
+        """Stay with an operation that was started here until it ends."""
+        while status == lib.AGAIN:
+            status = self._wait(addressof(operation), PATIENCE_NS)
+        if status:
+            raise self._error(operation, status)
+
+    def _give_up(self, operation: lib.Operation) -> None:
+        """After an interrupt: neither the other ranks nor the engine may go on with it."""
+        address = addressof(operation)
+        if not self._library.pl_test(address):
+            self._library.pl_abort(operation.engine)
+            while self._wait(address, PATIENCE_NS) == lib.AGAIN:
+                pass
+
+    def _alive(self, kind: int) -> int:
+        engine = self._resources.engine
+        if engine is None:
+            raise GroupClosedError(self.rank, lib.KINDS[kind], 0, (self.rank,))
+        return engine
+
+    # -- what went wrong ----------------------------------------------------------------------
+
+    def _error(self, operation: lib.Operation, status: int) -> PacelineError:
+        name, sequence = lib.KINDS[operation.kind], operation.sequence
+        ranks = [r for r in range(self.size) if operation.culprits >> r & 1]
+        here = (self.rank, name, sequence, ranks)
+        if status == lib.MISMATCH:
+            return self._mismatch(operation)
+        if status == lib.PEER_DIED:
+            return PeerDiedError(*here, reporter=operation.reporter)
+        if status in (lib.PEER_LEFT, lib.PEER_ABORTED):
+            return PeerLeftError(*here, aborted=status == lib.PEER_ABORTED)
+        if status == lib.TIMED_OUT:
+            behind = () if name in ("send", "recv") else [self._position(r) for r in ranks]
+            return CollectiveTimeoutError(
+                *here,
+                seconds=operation.timeout_ns / 1e9,
+                reporter=operation.reporter,
+                behind=behind,
+            )
+        return GroupClosedError(self.rank, name, sequence, (self.rank,), aborted=True)
+
+    def _mismatch(self, operation: lib.Operation) -> MismatchError:
+        def tell(call: lib.CallRecord, size: int) -> str:
+            name, dtype = lib.KINDS[call.kind], DTYPES[call.dtype]
+            if name == "barrier":
+                return "barrier()"
+            if name in ("send", "recv"):
+                return f"{name}({size} bytes of {dtype})"
+            parts = [f"{call.count} x {dtype}"]
+            if operation.bytes_a or operation.bytes_b:
+                parts.append(f"{size} bytes between the two")
+            if name in ("all_reduce", "reduce", "reduce_scatter"):
+                parts.append(lib.REDUCTIONS[call.reduce].upper())
+            if name in ("reduce", "broadcast", "gather", "scatter"):
+                parts.append(f"root {call.root}")
+            return f"{name}({', '.join(parts)})"
+
+        return MismatchError(
+            self.rank,
+            operation.sequence,
+            operation.side_a,
+            tell(operation.call_a, operation.bytes_a),
+            operation.side_b,
+            tell(operation.call_b, operation.bytes_b),
+        )
+
+    def _position(self, rank: int) -> str:
+        call = lib.CallRecord()
+        sequence = self._library.pl_position(self._resources.engine, rank, ctypes.byref(call))
+        if sequence == 0:
+            return f"rank {rank} has not called anything yet"
+        return f"rank {rank} in operation {sequence} ({lib.KINDS[call.kind]})"
+
+    # -- memory and the end -------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that every rank of the group can reduce where it lies; contents arbitrary."""
+        tensor = self._resources.segment.allocate(numel, dtype)
+        if tensor is None:
+            used = self._resources.segment.heap.used
+            raise MemoryError(
+                f"rank {self.rank}: no room for {numel} x {dtype} in shared memory "
+                f"({used} bytes are in use); free tensors that allocate() returned"
+            )
+        return tensor
+
+    def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        """Whether the engine has a loop for this."""
+        return bool(self._library.pl_reduces(DTYPE_CODES[dtype], REDUCTION_CODES[reduction]))
+
+    def abort(self) -> None:
+        """Free every thread and every rank that waits in this group; safe from any thread."""
+        if self._resources.engine is not None:
+            self._library.pl_abort(self._resources.engine)
+
+    def close(self) -> None:
+        """Leave the group: wait for what this rank started, then give everything back."""
+        with self._lock:
+            self._resources.release(at_once=False)
+        self._finalizer.detach()
+
+
+def pointer_table(pointers: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Pointers, one for each rank, as an operation takes them."""
+    return (ctypes.c_void_p * len(pointers))(*pointers)
+
+
+def byte_table(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """Sizes in bytes, one for each rank, as an operation takes them."""
+    return (ctypes.c_uint64 * len(sizes))(*sizes)

@@ -1,0 +1,284 @@
+/* What everything else stands on: the records, the map of a segment, waiting, waking and faults.
+ * The essay at the top of shm.c says how they work together.
+ */
+#ifndef PACELINE_SHM_CORE_H
+#define PACELINE_SHM_CORE_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "shm_reduce.h"
+
+#define MAX_RANKS 64
+#define ALIGN 64                 /* slices end on cache lines */
+#define SLOT ((size_t)128 << 10) /* a payload up to this travels with the call itself */
+#define WINDOW ((size_t)1 << 20)
+#define RING ((size_t)256 << 10)
+#define PAGE ((size_t)4096)
+#define EXPORT __attribute__((visibility("default")))
+
+/* The numbers of the enums below are part of the interface with shm.py. */
+enum { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER, SEND, RECV };
+enum {
+    DONE = 0, AGAIN = 1,
+    TIMED_OUT = -1, PEER_DIED = -2, PEER_LEFT = -3, PEER_ABORTED = -4, ABORTED = -5, MISMATCH = -6,
+    LEFT = -7 /* only ever written down, never returned: this rank went home in peace */
+};
+
+typedef struct {
+    uint32_t kind, dtype, reduce;
+    int32_t root;
+    uint64_t count;  /* elements this rank gives (or, for a receiver, takes) */
+    uint64_t offset; /* 1 + where the payload lies in the owner's segment; 0: it is not in there */
+    uint32_t tables; /* whether `give` and `take` below hold */
+    uint32_t small;  /* the payload is in the slot */
+} Call;
+
+typedef struct {
+    _Alignas(128) _Atomic uint64_t progress; /* its low half is the futex that others sleep on */
+    _Alignas(128) _Atomic uint32_t sleepers;
+    _Alignas(128) _Atomic uint32_t bell; /* rung by peers whose channels to or from here moved */
+    _Atomic uint32_t bell_sleepers;
+    _Alignas(128) _Atomic int32_t fault;
+    uint64_t culprits, fault_seq;
+    uint32_t fault_kind;
+    _Alignas(128) Call call[2];
+    uint64_t give[2][MAX_RANKS], take[2][MAX_RANKS]; /* bytes to and from each rank */
+    uint8_t nonce[32];
+} Control;
+
+typedef struct {
+    _Alignas(128) _Atomic uint64_t head; /* bytes ever written, by the sender */
+    _Alignas(128) _Atomic uint64_t tail; /* bytes ever read, by the receiver */
+    _Alignas(128) _Atomic uint64_t refused; /* 1 + number of a message that did not fit, by the receiver */
+    uint64_t refused_sent, refused_wanted;
+    uint32_t refused_sent_dtype, refused_wanted_dtype;
+    _Alignas(128) uint8_t ring[RING];
+} Channel;
+
+typedef struct {
+    int64_t tag;
+    uint64_t bytes, number;
+    uint32_t dtype, pad;
+} Header;
+
+typedef struct Op {
+    /* what is asked; _LAYOUT in library.py has the same fields up to `out` */
+    struct Engine *engine;
+    uint32_t kind, dtype, reduce, itemsize;
+    int32_t root, mode; /* root: of a rooted collective, or the peer of a transfer, -1 for any */
+    int64_t tag, timeout_ns, patience_ns;
+    uint64_t count;
+    const uint8_t *in;
+    uint8_t *out;
+    const uint8_t *const *src; /* one for each rank, or NULL: equal stretches of `in` */
+    uint8_t *const *dst;       /* one for each rank, or NULL: equal stretches of `out` */
+    const uint64_t *give;      /* bytes for each rank, or NULL: `count` elements each */
+    const uint64_t *take;
+    int64_t deadline;
+    /* what came of it */
+    int32_t status, reporter;
+    uint64_t culprits, seq;
+    int32_t side_a, side_b, source, pad;
+    Call call_a, call_b;
+    uint64_t bytes_a, bytes_b;
+    /* the engine's own */
+    struct Op *next;
+    uint32_t started, entered, path, tick, ticks, exit_wait, awaited, queued, done, spare;
+    uint64_t piece, windows, moved;
+} Op;
+
+enum { P_INLINE, P_TWO_PHASE, P_DIRECT, P_EXCHANGE };
+
+struct Engine;
+
+typedef struct Lane {
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    int running, closing, has_thread;
+    pthread_t thread;
+    Op *first, *last; /* submitted and not done */
+    struct Engine *engine;
+    int64_t (*turn)(struct Lane *, int64_t until, int spin); /* drives; see coll_turn and pump_turn */
+} Lane;
+
+typedef struct Stash { /* a message nobody had asked for when it came */
+    struct Stash *next;
+    Header header;
+    uint8_t data[];
+} Stash;
+
+typedef struct {
+    int open;       /* a header was read and its payload is not finished */
+    Header header;
+    Op *op;         /* where the payload goes; NULL with stash NULL: nobody wants it yet */
+    Stash *stash;
+    int drop;
+    uint64_t moved;
+} Incoming;
+
+typedef struct Engine {
+    int rank, n;
+    uint8_t *base[MAX_RANKS];
+    int watch[MAX_RANKS]; /* readable or hung up when that rank's process is gone */
+    uint64_t segment;
+    int64_t spin_ns;
+    int yields;
+    size_t window, small, flat;
+    uint64_t seq;
+    Lane coll, pump;
+    Incoming incoming[MAX_RANKS];
+    Stash *stash[MAX_RANKS];
+    uint64_t sent[MAX_RANKS], refused_seen[MAX_RANKS];
+    Op *sending, *receiving; /* the pump's own, touched by the running thread only */
+    uint64_t settled;
+} Engine;
+
+/* ---- the map of a segment ---- */
+
+static size_t slots_at(void) { return (sizeof(Control) + PAGE - 1) / PAGE * PAGE; }
+static size_t windows_at(void) { return slots_at() + 2 * SLOT; }
+static size_t channels_at(void) { return windows_at() + 4 * WINDOW; }
+static size_t heap_at(int n) { return (channels_at() + (size_t)n * sizeof(Channel) + PAGE - 1) / PAGE * PAGE; }
+
+static Control *control(Engine *e, int r) { return (Control *)e->base[r]; }
+static uint8_t *slot(Engine *e, int r, uint64_t seq) { return e->base[r] + slots_at() + (seq & 1) * SLOT; }
+static uint8_t *published(Engine *e, int r, uint64_t t) { return e->base[r] + windows_at() + (t & 1) * WINDOW; }
+static uint8_t *result(Engine *e, int r, uint64_t t) { return e->base[r] + windows_at() + (2 + (t & 1)) * WINDOW; }
+static Channel *channel(Engine *e, int from, int to) {
+    return (Channel *)(e->base[from] + channels_at()) + to;
+}
+
+/* ---- time, sleeping, waking ---- */
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory"); /* `yield` does nothing on most cores; isb waits a little */
+#endif
+}
+
+static void futex_wait(void *word, uint32_t seen, int64_t ns) {
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+static void futex_wake(void *word) { syscall(SYS_futex, word, FUTEX_WAKE, MAX_RANKS, NULL, NULL, 0); }
+
+static inline void *low_half(_Atomic uint64_t *word) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return word;
+#else
+    return (uint8_t *)word + 4;
+#endif
+}
+
+static void advance(Engine *e, uint64_t seq, uint64_t tick) {
+    Control *me = control(e, e->rank);
+    atomic_store_explicit(&me->progress, seq << 24 | tick, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in sleep_on */
+    if (atomic_load_explicit(&me->sleepers, memory_order_relaxed)) futex_wake(low_half(&me->progress));
+}
+
+static inline int reached(Engine *e, int r, uint64_t target) {
+    return atomic_load_explicit(&control(e, r)->progress, memory_order_acquire) >= target;
+}
+
+static void ring_bell(Engine *e, int r) {
+    Control *c = control(e, r);
+    atomic_fetch_add_explicit(&c->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&c->bell_sleepers, memory_order_seq_cst)) futex_wake(&c->bell);
+}
+
+/* ---- faults ---- */
+
+static int gone(Engine *e, int r) {
+    struct pollfd p = {e->watch[r], POLLIN | POLLHUP, 0};
+    return e->watch[r] >= 0 && poll(&p, 1, 0) > 0;
+}
+
+static int fault(Engine *e, Op *op, int status, int reporter, uint64_t culprits) {
+    Control *me = control(e, e->rank);
+    op->status = status;
+    op->reporter = reporter;
+    op->culprits = culprits;
+    if (atomic_load(&me->fault) == 0) { /* the first one stands */
+        me->culprits = culprits;
+        me->fault_seq = op->seq;
+        me->fault_kind = op->kind;
+        atomic_store(&me->fault, status);
+    }
+    futex_wake(low_half(&me->progress));
+    for (int r = 0; r < e->n; r++)
+        if (r != e->rank) ring_bell(e, r);
+    return status;
+}
+
+/* What stands in the way of progress that needs the ranks in `needed`; 0 when nothing does. */
+static int obstacle(Engine *e, Op *op, uint64_t needed) {
+    Control *me = control(e, e->rank);
+    int mine = atomic_load(&me->fault);
+    if (mine) { /* an operation that comes after the fault, or an abort from another thread */
+        op->status = mine;
+        op->reporter = e->rank;
+        op->culprits = me->culprits;
+        return mine;
+    }
+    for (int r = 0; r < e->n; r++) {
+        if (r == e->rank) continue;
+        int theirs = atomic_load(&control(e, r)->fault);
+        uint64_t bit = (uint64_t)1 << r;
+        if (theirs == LEFT && !(needed & bit)) continue;
+        if (theirs == LEFT || theirs == ABORTED)
+            return fault(e, op, theirs == ABORTED ? PEER_ABORTED : PEER_LEFT, r, bit);
+        if (theirs) return fault(e, op, theirs, r, control(e, r)->culprits);
+    }
+    return 0;
+}
+
+static uint64_t dead(Engine *e, uint64_t needed) {
+    uint64_t found = 0;
+    for (int r = 0; r < e->n; r++)
+        if (needed >> r & 1 && gone(e, r)) found |= (uint64_t)1 << r;
+    return found;
+}
+
+/* ---- operations ---- */
+
+static uint64_t own_bytes(const Op *op) { return op->count * op->itemsize; }
+
+/* Tells whoever waits for `op`; takes it off the lane's list if it is still there. */
+static void finish(Lane *l, Op *op, int status) {
+    pthread_mutex_lock(&l->mutex);
+    for (Op **p = &l->first; *p; p = &(*p)->next)
+        if (*p == op) {
+            *p = op->next;
+            break;
+        }
+    l->last = l->first;
+    while (l->last && l->last->next) l->last = l->last->next;
+    op->status = status;
+    op->done = 1;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->mutex);
+}
+
+#endif

@@ -1,0 +1,299 @@
+/* Point to point: messages through channels, matched by sender and tag.
+ *
+ * A channel is a ring of bytes from one rank to another: a header, then the payload. The receiver
+ * matches headers with what was asked for, in the order of asking; a message that nobody asked for is
+ * put aside once somebody waits for another one behind it.
+ */
+#ifndef PACELINE_SHM_TRANSFERS_H
+#define PACELINE_SHM_TRANSFERS_H
+
+#include "shm_core.h"
+
+static void ring_write(Channel *c, uint64_t at, const void *from, uint64_t bytes) {
+    uint64_t i = at % RING, first = RING - i < bytes ? RING - i : bytes;
+    memcpy(c->ring + i, from, first);
+    memcpy(c->ring, (const uint8_t *)from + first, bytes - first);
+}
+
+static void ring_read(Channel *c, uint64_t at, void *to, uint64_t bytes) {
+    uint64_t i = at % RING, first = RING - i < bytes ? RING - i : bytes;
+    memcpy(to, c->ring + i, first);
+    memcpy((uint8_t *)to + first, c->ring, bytes - first);
+}
+
+static void unlink_op(Op **list, Op *op) {
+    for (Op **p = list; *p; p = &(*p)->next)
+        if (*p == op) {
+            *p = op->next;
+            return;
+        }
+}
+
+static void append_op(Op **list, Op *op) {
+    while (*list) list = &(*list)->next;
+    op->next = NULL;
+    *list = op;
+}
+
+static void settle(Lane *l, Op **list, Op *op, int status) {
+    unlink_op(list, op);
+    op->next = NULL;
+    l->engine->settled++;
+    finish(l, op, status);
+}
+
+static int mismatched(Op *op, int from, int to, uint64_t sent, uint64_t wanted, uint32_t sent_dtype, uint32_t wanted_dtype) {
+    op->side_a = from;
+    op->side_b = to;
+    op->bytes_a = sent;
+    op->bytes_b = wanted;
+    op->call_a = (Call){.kind = SEND, .dtype = sent_dtype};
+    op->call_b = (Call){.kind = RECV, .dtype = wanted_dtype};
+    return MISMATCH;
+}
+
+static int refused(Engine *e, Op *op, int to) { /* did `to` turn down an earlier message of ours? */
+    Channel *c = channel(e, e->rank, to);
+    uint64_t number = atomic_load_explicit(&c->refused, memory_order_acquire);
+    if (number == e->refused_seen[to]) return 0;
+    e->refused_seen[to] = number;
+    return mismatched(op, e->rank, to, c->refused_sent, c->refused_wanted, c->refused_sent_dtype, c->refused_wanted_dtype);
+}
+
+static int fits(Engine *e, Op *op, int from, const Header *h) {
+    if (h->bytes == own_bytes(op) && h->dtype == op->dtype) return 1;
+    Channel *c = channel(e, from, e->rank);
+    c->refused_sent = h->bytes;
+    c->refused_wanted = own_bytes(op);
+    c->refused_sent_dtype = h->dtype;
+    c->refused_wanted_dtype = op->dtype;
+    atomic_store_explicit(&c->refused, h->number + 1, memory_order_release);
+    mismatched(op, from, e->rank, h->bytes, own_bytes(op), h->dtype, op->dtype);
+    return 0;
+}
+
+static int send_step(Engine *e, Op *op) {
+    Channel *c = channel(e, e->rank, op->root);
+    uint64_t head = atomic_load_explicit(&c->head, memory_order_relaxed);
+    uint64_t room = RING - (head - atomic_load_explicit(&c->tail, memory_order_acquire));
+    uint64_t before_ = head;
+    if (!op->started) {
+        if (room < sizeof(Header)) return 0;
+        Header h = {op->tag, own_bytes(op), ++e->sent[op->root], op->dtype, 0};
+        ring_write(c, head, &h, sizeof h);
+        head += sizeof h;
+        room -= sizeof h;
+        op->started = 1;
+    }
+    uint64_t bytes = own_bytes(op) - op->moved;
+    if (bytes > room) bytes = room;
+    if (bytes > RING / 4) bytes = RING / 4; /* the receiver starts on it while the rest is written */
+    if (bytes) ring_write(c, head, op->in + op->moved, bytes);
+    op->moved += bytes;
+    head += bytes;
+    if (head == before_ && op->moved < own_bytes(op)) return 0;
+    atomic_store_explicit(&c->head, head, memory_order_release);
+    ring_bell(e, op->root);
+    return 1;
+}
+
+static Op *wanting(Engine *e, int from, const Header *h) { /* the oldest receive that this message is for */
+    for (Op *op = e->receiving; op; op = op->next)
+        if ((op->root == from || op->root < 0) && op->tag == h->tag && !op->started) return op;
+    return NULL;
+}
+
+static int somebody_waits(Engine *e, int from) {
+    for (Op *op = e->receiving; op; op = op->next)
+        if ((op->root == from || op->root < 0) && !op->started) return 1;
+    return 0;
+}
+
+static void keep(Engine *e, int from, Stash *stash) {
+    Stash **p = &e->stash[from];
+    while (*p) p = &(*p)->next;
+    stash->next = NULL;
+    *p = stash;
+}
+
+/* Decides where the message at the head of the channel goes; 0 when nobody wants it yet. */
+static int direct_message(Lane *l, Engine *e, int from, Incoming *in) {
+    Op *op = wanting(e, from, &in->header);
+    if (op && fits(e, op, from, &in->header)) {
+        op->started = 1;
+        op->source = from;
+        in->op = op;
+        return 1;
+    }
+    if (op) {
+        in->drop = 1;
+        settle(l, &e->receiving, op, MISMATCH);
+        return 1;
+    }
+    if (!somebody_waits(e, from)) return 0;
+    in->stash = malloc(sizeof(Stash) + in->header.bytes);
+    if (in->stash) in->stash->header = in->header;
+    return in->stash != NULL;
+}
+
+static int recv_step(Lane *l, Engine *e, int from) {
+    Channel *c = channel(e, from, e->rank);
+    Incoming *in = &e->incoming[from];
+    uint64_t tail = atomic_load_explicit(&c->tail, memory_order_relaxed);
+    uint64_t ready = atomic_load_explicit(&c->head, memory_order_acquire) - tail;
+    if (!in->open) {
+        if (ready < sizeof(Header)) return 0;
+        *in = (Incoming){.open = 1};
+        ring_read(c, tail, &in->header, sizeof(Header));
+        tail += sizeof(Header);
+        ready -= sizeof(Header);
+        atomic_store_explicit(&c->tail, tail, memory_order_release);
+    }
+    if (!in->op && !in->stash && !in->drop && !direct_message(l, e, from, in)) return 0;
+    uint64_t bytes = in->header.bytes - in->moved;
+    if (bytes > ready) bytes = ready;
+    uint8_t *to = in->op ? in->op->out : in->stash ? in->stash->data : NULL;
+    if (to && bytes) ring_read(c, tail, to + in->moved, bytes);
+    in->moved += bytes;
+    atomic_store_explicit(&c->tail, tail + bytes, memory_order_release);
+    if (bytes) ring_bell(e, from);
+    if (in->moved < in->header.bytes) return bytes > 0;
+    if (in->op) settle(l, &e->receiving, in->op, DONE);
+    if (in->stash) keep(e, from, in->stash);
+    in->open = 0;
+    return 1;
+}
+
+static int from_stash(Lane *l, Engine *e, Op *op) {
+    for (int from = 0; from < e->n; from++) {
+        if (op->root >= 0 && op->root != from) continue;
+        for (Stash **p = &e->stash[from]; *p; p = &(*p)->next) {
+            Stash *s = *p;
+            if (s->header.tag != op->tag) continue;
+            int good = fits(e, op, from, &s->header);
+            if (good) memcpy(op->out, s->data, s->header.bytes);
+            op->source = from;
+            *p = s->next;
+            free(s);
+            settle(l, &e->receiving, op, good ? DONE : MISMATCH);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void absorb(Lane *l, Engine *e) { /* takes over what was submitted since the last turn */
+    for (;;) {
+        pthread_mutex_lock(&l->mutex);
+        Op *op = l->first;
+        if (op) {
+            l->first = op->next;
+            if (!l->first) l->last = NULL;
+        }
+        pthread_mutex_unlock(&l->mutex);
+        if (!op) return;
+        Op **list = op->kind == SEND ? &e->sending : &e->receiving;
+        append_op(list, op);
+        if (op->root >= 0 && refused(e, op, op->root)) settle(l, list, op, MISMATCH);
+        else if (op->kind == RECV) from_stash(l, e, op);
+    }
+}
+
+static int pump_step(Lane *l, Engine *e) {
+    int moved = 0;
+    uint64_t busy = 0; /* only the oldest send to a rank moves */
+    for (Op *op = e->sending, *next; op; op = next) {
+        next = op->next;
+        if (busy >> op->root & 1) continue;
+        busy |= (uint64_t)1 << op->root;
+        moved |= send_step(e, op);
+        if (op->started && op->moved == own_bytes(op)) settle(l, &e->sending, op, DONE);
+    }
+    for (int from = 0; from < e->n; from++)
+        if (from != e->rank && e->receiving) moved |= recv_step(l, e, from);
+    return moved;
+}
+
+static void forget(Engine *e, Op *op) { /* a receive that ends early must not be written to later */
+    for (int r = 0; r < e->n; r++)
+        if (e->incoming[r].open && e->incoming[r].op == op) {
+            e->incoming[r].op = NULL;
+            e->incoming[r].drop = 1;
+        }
+}
+
+static uint64_t away(Engine *e, uint64_t among) { /* those that left in peace */
+    uint64_t mask = 0;
+    for (int r = 0; r < e->n; r++)
+        if (among >> r & 1 && atomic_load(&control(e, r)->fault) == LEFT) mask |= (uint64_t)1 << r;
+    return mask;
+}
+
+/* What ends a transfer for good, or 0. */
+static int transfer_fault(Engine *e, Op *op, int64_t now) {
+    uint64_t others = ((uint64_t)-1 >> (64 - e->n)) & ~((uint64_t)1 << e->rank);
+    uint64_t peers = op->root >= 0 ? (uint64_t)1 << op->root : others;
+    int alone_now = away(e, peers) == peers; /* one sender left is enough to wait for any */
+    int status = obstacle(e, op, alone_now ? peers : 0);
+    if (status) return status;
+    uint64_t lost = dead(e, peers & ~away(e, peers));
+    if (lost) return fault(e, op, PEER_DIED, e->rank, lost);
+    if (now < op->deadline) return 0;
+    op->culprits = peers;
+    op->reporter = e->rank;
+    /* half a message in the channel would garble the next one */
+    return op->kind == SEND && op->started ? fault(e, op, TIMED_OUT, e->rank, peers) : TIMED_OUT;
+}
+
+static int peers_are_well(Engine *e) {
+    uint64_t others = ((uint64_t)-1 >> (64 - e->n)) & ~((uint64_t)1 << e->rank);
+    for (int r = 0; r < e->n; r++)
+        if (atomic_load(&control(e, r)->fault)) return 0;
+    return !dead(e, others);
+}
+
+/* Ends the transfers that cannot go on; 1 when something changed. */
+static int weed(Lane *l, Engine *e, int64_t now) {
+    Op **lists[] = {&e->sending, &e->receiving};
+    if (!peers_are_well(e) && pump_step(l, e)) return 1; /* what was sent before the trouble counts */
+    for (int i = 0; i < 2; i++)
+        for (Op *op = *lists[i]; op; op = op->next) {
+            int status = transfer_fault(e, op, now);
+            if (!status) continue;
+            forget(e, op);
+            settle(l, lists[i], op, status);
+            return 1;
+        }
+    return 0;
+}
+
+/* Moves transfers until some are done or `until` has come (0: never waits). */
+static int64_t pump_turn(Lane *l, int64_t until, int spin) {
+    Engine *e = l->engine;
+    Control *me = control(e, e->rank);
+    int64_t start = now_ns(), slice = 1000000;
+    for (uint64_t settled = e->settled;;) {
+        uint32_t heard = atomic_load(&me->bell);
+        absorb(l, e);
+        int moved = pump_step(l, e);
+        if (e->settled != settled || (!e->sending && !e->receiving)) return DONE;
+        if (moved) continue;
+        if (!until) return AGAIN;
+        int64_t now = now_ns();
+        if (spin && now - start < e->spin_ns) {
+            for (int i = 0; i < 50 && atomic_load(&me->bell) == heard; i++) relax();
+            continue;
+        }
+        atomic_fetch_add(&me->bell_sleepers, 1);
+        int64_t ns = until - now < slice ? until - now : slice;
+        if (atomic_load(&me->bell) == heard && ns > 0) futex_wait(&me->bell, heard, ns);
+        atomic_fetch_sub(&me->bell_sleepers, 1);
+        if (atomic_load(&me->bell) != heard) continue;
+        now = now_ns();
+        if (weed(l, e, now)) continue;
+        if (now >= until) return AGAIN;
+        if (slice < 8000000) slice *= 2;
+    }
+}
+
+#endif
