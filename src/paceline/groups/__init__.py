@@ -1,0 +1,38 @@
+"""Process groups as objects: made, passed, split, ended. See ``group.py`` for the interface."""
+
+from torch.distributed import ProcessGroup, ReduceOp, Store
+
+from .engine import Call, Capabilities, Engine
+from .factory import (
+    Availability,
+    ProcessGroupFactory,
+    capabilities,
+    current_process_group,
+    new_group,
+    process_group,
+    register_backend,
+)
+from .group import Group
+from .torch_world import offer_to_init_process_group
+from .work import FINISHED, Work
+
+offer_to_init_process_group()
+
+__all__ = [
+    "FINISHED",
+    "Availability",
+    "Call",
+    "Capabilities",
+    "Engine",
+    "Group",
+    "ProcessGroup",
+    "ProcessGroupFactory",
+    "ReduceOp",
+    "Store",
+    "Work",
+    "capabilities",
+    "current_process_group",
+    "new_group",
+    "process_group",
+    "register_backend",
+]

@@ -1,0 +1,162 @@
+"""Arguments of a collective, looked at before anything is sent.
+
+Every check ends in :class:`CollectiveArgumentError`, which says rank, operation, what was expected
+and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import CollectiveArgumentError, CollectiveTypeError
+from .engine import REDUCING, Call, Engine
+
+_STRIDED = torch.strided
+_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+class Checker:
+    """Checks calls for one rank of a group on one engine."""
+
+    def __init__(self, rank: int, size: int, engine: Engine) -> None:
+        self._rank, self._size, self._engine = rank, size, engine
+        self._devices = engine.capabilities.devices
+        self._on_cpu = "cpu" in engine.capabilities.devices
+        self._known_good: set[tuple[torch.dtype, str]] = set()  # what the engine can reduce
+        self._shapes: dict[str, Callable[[Call], None]] = {
+            "all_gather": self._gathered,
+            "all_gather_single": self._gathered_flat,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "reduce_scatter": self._reduce_scatter,
+            "reduce_scatter_single": self._reduce_scatter_single,
+            "all_to_all": self._all_to_all,
+            "all_to_all_single": self._all_to_all_single,
+            "send": self._peer,
+            "recv": self._peer,
+        }
+
+    def check(self, call: Call) -> None:
+        """Raise if the engine could not do ``call`` as it is."""
+        kind = call.kind
+        first = call.inputs[0] if call.inputs else call.outputs[0] if call.outputs else None
+        if kind in _ROOTED and not 0 <= call.root < self._size:
+            self._refuse(call, "root", f"a rank below {self._size}", str(call.root))
+        for tensor in call.inputs:
+            self._tensor(call, "input", tensor, first)
+        if call.outputs is not call.inputs:
+            for tensor in call.outputs:
+                self._tensor(call, "output", tensor, first)
+        if kind in REDUCING:
+            assert first is not None
+            pair = (first.dtype, call.reduction)
+            if pair not in self._known_good:
+                self._reducible(call, *pair)
+        shape = self._shapes.get(kind)
+        if shape is not None:
+            shape(call)
+
+    def _tensor(self, call: Call, what: str, tensor: object, first: Tensor | None) -> None:
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            self._refuse(call, what, "a tensor", f"an object of type {kind}", CollectiveTypeError)
+        if not (self._on_cpu and tensor.is_cpu) and tensor.device.type not in self._devices:
+            devices = " or ".join(sorted(self._devices))
+            self._refuse(call, what, f"a tensor on {devices}", f"one on {tensor.device}")
+        if tensor.layout is not _STRIDED:
+            self._refuse(call, what, "a dense tensor", f"one with layout {tensor.layout}")
+        if first is not tensor and first is not None and tensor.dtype is not first.dtype:
+            self._refuse(call, what, f"dtype {first.dtype} as the others", str(tensor.dtype))
+
+    def _reducible(self, call: Call, dtype: torch.dtype, reduction: str) -> None:
+        if not self._engine.reduces(dtype, reduction):
+            backend = self._engine.capabilities.backend
+            self._refuse(
+                call, "dtype", f"one that {backend} can reduce with {reduction.upper()}", str(dtype)
+            )
+        self._known_good.add((dtype, reduction))
+
+    def _one_each(self, call: Call, what: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self._size:
+            expected = f"{self._size} tensors, one for each rank"
+            self._refuse(call, what, expected, f"{len(tensors)}")
+
+    def _same_size(self, call: Call, what: str, tensor: Tensor, numel: int) -> None:
+        if tensor.numel() != numel:
+            self._refuse(
+                call, what, f"{numel} elements", f"{tensor.numel()} ({list(tensor.shape)})"
+            )
+
+    def _gathered(self, call: Call) -> None:
+        self._one_each(call, "outputs", call.outputs)
+        self._same_size(
+            call, f"outputs[{self._rank}]", call.outputs[self._rank], call.inputs[0].numel()
+        )
+
+    def _gathered_flat(self, call: Call) -> None:
+        self._same_size(call, "output", call.outputs[0], call.inputs[0].numel() * self._size)
+
+    def _gather(self, call: Call) -> None:
+        if self._rank == call.root:
+            self._gathered(call)
+        elif call.outputs:
+            self._refuse(
+                call, "outputs", "none, since this is not the root", f"{len(call.outputs)}"
+            )
+
+    def _scatter(self, call: Call) -> None:
+        if self._rank == call.root:
+            self._one_each(call, "inputs", call.inputs)
+            own = call.inputs[self._rank].numel()
+            self._same_size(call, "output", call.outputs[0], own)
+        elif call.inputs:
+            self._refuse(call, "inputs", "none, since this is not the root", f"{len(call.inputs)}")
+
+    def _reduce_scatter(self, call: Call) -> None:
+        self._one_each(call, "inputs", call.inputs)
+        own = call.inputs[self._rank].numel()
+        self._same_size(call, "output", call.outputs[0], own)
+
+    def _reduce_scatter_single(self, call: Call) -> None:
+        self._same_size(call, "input", call.inputs[0], call.outputs[0].numel() * self._size)
+
+    def _all_to_all(self, call: Call) -> None:
+        self._one_each(call, "inputs", call.inputs)
+        self._one_each(call, "outputs", call.outputs)
+        own = call.inputs[self._rank].numel()
+        self._same_size(call, f"outputs[{self._rank}]", call.outputs[self._rank], own)
+
+    def _all_to_all_single(self, call: Call) -> None:
+        for what, tensor, splits in (
+            ("input", call.inputs[0], call.input_splits),
+            ("output", call.outputs[0], call.output_splits),
+        ):
+            rows = tensor.shape[0] if tensor.dim() else 1
+            if splits and (len(splits) != self._size or sum(splits) != rows or min(splits) < 0):
+                expected = f"{self._size} counts that add up to its {rows} rows"
+                self._refuse(call, f"{what}_split_sizes", expected, str(list(splits)))
+            if not splits and rows % self._size:
+                self._refuse(
+                    call, what, f"a number of rows that {self._size} ranks divide", f"{rows} rows"
+                )
+
+    def _peer(self, call: Call) -> None:
+        what = "dst" if call.kind == "send" else "src"
+        if call.root == self._rank or not -1 <= call.root < self._size:
+            self._refuse(call, what, f"another rank below {self._size}", str(call.root))
+        if call.kind == "send" and call.root < 0:
+            self._refuse(call, what, f"a rank below {self._size}", str(call.root))
+
+    def _refuse(
+        self,
+        call: Call,
+        argument: str,
+        expected: str,
+        found: str,
+        error: type[CollectiveArgumentError] = CollectiveArgumentError,
+    ) -> NoReturn:
+        raise error(self._rank, call.kind, argument, expected, found)

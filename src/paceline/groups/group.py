@@ -1,0 +1,446 @@
+# mypy: disable-error-code="override, assignment"
+# (torch's stubs give its methods narrower signatures, and other ones in every version)
+"""Group: process groups as plain objects.
+
+A group is made, passed, split and ended like any other object; nothing is registered behind its
+back. It *is* a ``torch.distributed.ProcessGroup``, so everything in torch that takes a group takes
+it: DistributedDataParallel, fully_shard, DTensor, the functional collectives.
+
+``collectives.py`` has what it does for its ranks and says how those methods are called; this file
+has what a group is: who is in it, where it ends, and which other groups come out of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import Work as TorchWork
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from .._transport import Clock
+from ..errors import CollectiveArgumentError, MonitoredBarrierError, UnsupportedError
+from . import objects, torch_world
+from .checks import Checker
+from .collectives import Collectives, Hooks, Timeout
+from .engine import Call, Capabilities, Engine
+from .torch_backend import TorchEngine
+from .work import Together
+
+Reopen = Callable[[Store, int, int, timedelta], Engine]
+
+
+class Group(Collectives):
+    """One rank's end of a process group."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        device: torch.device,
+        store: Store | None = None,
+        reopen: Reopen | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(engine, rank, size, timeout.total_seconds())
+        self.device = device
+        self._store = store
+        self._reopen = reopen
+        self._members = tuple(members if members is not None else range(size))
+        self._lock = threading.Lock()
+        self._registered = False
+        self._barriers = itertools.count()
+        self._group_name = self._group_desc = ""
+        if isinstance(engine, TorchEngine):
+            engine.lend_to(self)
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    getRank, getSize = rank, size
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The group's ranks, numbered as in the group that it was first split from."""
+        return self._members
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks of the group met; None where there was no need."""
+        return self._store
+
+    def get_group_store(self) -> Store:
+        """The same, as torch asks for it."""
+        return self._need_store("get_group_store")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the group's engine can do."""
+        return self._engine.capabilities
+
+    @property
+    def backend(self) -> str:
+        """The engine's name: shm, gloo, nccl, hybrid, fake, threads or a third party's."""
+        return self._engine.capabilities.backend
+
+    def name(self) -> str:
+        """The same, as torch asks for it."""
+        return self.backend
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        """The name the group is registered under; empty while it is not."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """torch's way to name a group; :meth:`register` is ours."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """What the group is for, in a few words."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Say what the group is for."""
+        self._group_desc = description
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take unless its call says otherwise."""
+        return timedelta(seconds=self._timeout)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change :attr:`timeout` for calls from now on."""
+        self._timeout = self._seconds(timeout)
+
+    _set_default_timeout = set_timeout
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in sorted(self.capabilities.devices)]
+
+    def __repr__(self) -> str:
+        state = f", {self._closed}" if self._closed else ""
+        return f"Group({self.backend}, rank {self._rank} of {self._size}{state})"
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that says which ranks did not come, on every rank that did.
+
+        It goes through the store, so it works when the engine is stuck. Every missing rank is
+        named, whatever ``wait_all_ranks`` says (torch names the first one only without it).
+        """
+        clock = Clock(timedelta(seconds=self._seconds(timeout)))
+        store = PrefixStore(f"monitored/{next(self._barriers)}", self._need_store("barrier"))
+        store.set(str(self._rank), "here")
+        if self._rank == 0:
+            missing = [r for r in range(self._size) if not _comes(store, str(r), clock.left())]
+            store.set("missing", msgspec.json.encode(missing).decode())
+        elif _comes(store, "missing", clock.left() + 2):  # rank 0 may have started later
+            missing = msgspec.json.decode(store.get("missing"), type=list[int])
+        else:
+            missing = [0]
+        if missing:
+            raise MonitoredBarrierError(
+                self._rank, "monitored_barrier", 0, missing, seconds=clock.seconds
+            )
+
+    # -- objects ------------------------------------------------------------------------------
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's object. Objects are numbers, strings, bytes, lists, dicts, tensors…"""
+        return objects.all_gather_object(self, value)
+
+    def broadcast_object(self, value: object = None, root: int = 0) -> object:
+        """The root's object, on every rank."""
+        return objects.broadcast_object(self, value, root)
+
+    def gather_object(self, value: object, root: int = 0) -> list[object] | None:
+        """Every rank's object on the root, None elsewhere."""
+        return objects.gather_object(self, value, root)
+
+    def scatter_object(self, values: Sequence[object] | None = None, root: int = 0) -> object:
+        """The root's ``values[this rank]``."""
+        return objects.scatter_object(self, values, root)
+
+    # -- memory and progress ------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat tensor with arbitrary contents in the memory the engine likes best.
+
+        On shm all ranks reduce such tensors where they lie, without a copy. It may be used like any
+        tensor, also after the group is gone.
+        """
+        self._alive("allocate")
+        return self._engine.allocate(numel, dtype)
+
+    def progress(self) -> None:
+        """Move started collectives along, without waiting, where the engine leaves it to us."""
+        self._engine.progress()
+
+    # -- hooks --------------------------------------------------------------------------------
+
+    def register_hooks(
+        self,
+        before: Callable[[Call], None] | None = None,
+        after: Callable[[Call], None] | None = None,
+        on_error: Callable[[Call, BaseException], None] | None = None,
+    ) -> RemovableHandle:
+        """Be told of every collective of this group, until the handle's ``remove()``.
+
+        ``before`` runs on the calling thread, after the checks; what it raises stops the call.
+        ``after`` and ``on_error`` run on the thread that sees the end.
+        """
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = Hooks(before, after, on_error)
+        return handle
+
+    # -- other groups -------------------------------------------------------------------------
+
+    def split(
+        self,
+        ranks: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout: timedelta | None = None,
+    ) -> Group | None:
+        """A group of some of this group's ranks; None on a rank that is in none of them.
+
+        ``ranks`` are ranks of this group, or several such lists, of any lengths; the order gives
+        the new ranks. Only the ranks that are in a new group need to call it.
+        """
+        parts = _parts(ranks)
+        flat = [r for part in parts for r in part]
+        if len(set(flat)) != len(flat) or not all(0 <= r < self._size for r in flat):
+            expected = f"different ranks below {self._size}"
+            raise CollectiveArgumentError(self._rank, "split", "ranks", expected, str(ranks))
+        mine = next((part for part in parts if self._rank in part), None)
+        if mine is None:
+            return None
+        store = self._fresh_store("split", mine)
+        return self._open(store, mine.index(self._rank), mine, timeout)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> Group | None:
+        """:meth:`split`, as torch calls it."""
+        group = self.split(ranks, timeout=timeout)
+        if group is not None and group_name is not None:
+            group.setGroupName(group_name)
+        if group is not None and group_desc is not None:
+            group.setGroupDesc(group_desc)
+        return group
+
+    def merge(self, store: Store, size: int, *, timeout: timedelta | None = None) -> Group:
+        """One group of the ranks of this group and of others that call it with the same store.
+
+        ``size`` is the number of ranks of all of them together. Groups are lined up in the order
+        in which their first ranks arrive; within a group the order stays.
+        """
+        start = 0
+        if self._rank == 0:
+            start = store.add("merge/ranks", self._size) - self._size
+        start = int(self.broadcast_object(start))  # type: ignore[call-overload]
+        if start + self._size > size:
+            expected = f"the size of all groups, at least {start + self._size}"
+            raise CollectiveArgumentError(self._rank, "merge", "size", expected, str(size))
+        merged = PrefixStore("merge", store)
+        return self._open(merged, start + self._rank, range(size), timeout)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Group:
+        """:meth:`merge`, as torch calls it."""
+        group = self.merge(store, size, timeout=timeout)
+        if group_name is not None:
+            group.setGroupName(group_name)
+        if group_desc is not None:
+            group.setGroupDesc(group_desc)
+        return group
+
+    def reconfigure(self, members: Sequence[int], *, timeout: timedelta | None = None) -> Self:
+        """Go on as a group of some of the present ranks; whoever holds this group keeps it.
+
+        ``members`` are present ranks, in the order of the new ones; every one of them calls it, and
+        the rest need not be alive. What is under way is aborted. A rank that is not a member is
+        left with a closed group.
+        """
+        new = list(members)
+        if not new or len(set(new)) != len(new) or not all(0 <= r < self._size for r in new):
+            expected = f"different ranks below {self._size}"
+            raise CollectiveArgumentError(self._rank, "reconfigure", "members", expected, str(new))
+        self._engine.abort()
+        self._engine.shutdown()
+        if self._rank not in new:
+            self._closed = "left by reconfigure"
+            return self
+        rank, store = new.index(self._rank), self._fresh_store("reconfigure", new)
+        self._engine = self._reopened(store, rank, len(new), timeout)
+        self._members = tuple(self._members[r] for r in new)
+        self._rank, self._size, self._store, self._closed = rank, len(new), store, ""
+        self._checker = Checker(rank, len(new), self._engine)
+        return self
+
+    @classmethod
+    def wrap(cls, inner: ProcessGroup, device: torch.device | str = "cpu") -> Group:
+        """Any torch group with our interface around it; a Group is returned as it is."""
+        if isinstance(inner, Group):
+            return inner
+        device = torch.device(device)
+        engine = TorchEngine(inner, inner.name(), device)
+        timeout = timedelta(minutes=30)
+        return cls(engine, inner.rank(), inner.size(), timeout=timeout, device=device)
+
+    # -- torch's world ------------------------------------------------------------------------
+
+    def register(self, name: str | None = None, *, default: bool = False) -> Self:
+        """Make the group known to ``torch.distributed``, until :meth:`shutdown`.
+
+        Then ``torch.distributed.all_reduce(t, group=g)``, functional collectives and all else that
+        looks groups up by name find it. ``default=True`` also makes it the default group, which
+        DeviceMesh needs one of. All ranks must register their groups under the same names.
+        """
+        self._alive("register")
+        torch_world.register(self, name, default=default)
+        self._registered = True
+        return self
+
+    def unregister(self) -> None:
+        """Undo :meth:`register`."""
+        if self._registered:
+            torch_world.unregister(self)
+            self._registered = False
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every thread and every rank that waits in this group, at once; it is over then."""
+        self._closed = self._closed or "aborted"
+        self._engine.abort()
+
+    def shutdown(self) -> None:
+        """Finish what was started here, leave the group and give everything back."""
+        with self._lock:
+            if self._closed == "shut down":
+                return
+            self.unregister()
+            self._closed = "shut down"
+        self._engine.shutdown()
+        self._watcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        self.shutdown()
+
+    def _need_store(self, what: str) -> Store:
+        if self._store is None:
+            remedy = "Make the group with new_group(..., store=...)."
+            raise UnsupportedError(self.backend, f"{what} without a store", remedy, self._rank)
+        return self._store
+
+    def _fresh_store(self, purpose: str, ranks: Sequence[int]) -> Store:
+        """A corner of the store that the same ranks have not used for the same purpose before."""
+        key = f"{purpose}/{','.join(map(str, ranks))}"
+        store = self._need_store(purpose)
+        turn = store.add(f"{key}/turn/{self._rank}", 1)
+        return PrefixStore(f"{key}/{turn}", store)
+
+    def _reopened(self, store: Store, rank: int, size: int, timeout: timedelta | None) -> Engine:
+        if self._reopen is None:
+            remedy = "Make the group with new_group."
+            raise UnsupportedError(self.backend, "making another group like it", remedy, self._rank)
+        return self._reopen(store, rank, size, timeout or self.timeout)
+
+    def _open(
+        self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta | None
+    ) -> Group:
+        return Group(
+            self._reopened(store, rank, len(ranks), timeout),
+            rank,
+            len(ranks),
+            timeout=timeout or self.timeout,
+            device=self.device,
+            store=store,
+            reopen=self._reopen,
+            members=[self._members[r] if r < self._size else r for r in ranks],
+        )
+
+    # -- what torch's coalescing context calls ------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
+        works, self._coalescing = self._coalescing or [], None
+        return Together(works, (), self._watcher)
+
+    # torch asks a group for its engine, and the engine what it can do; ours answers for itself
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def _get_backend(self, device: torch.device) -> Self:
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether FSDP2 may take its communication buffers from :meth:`allocate`."""
+        return self.capabilities.in_place_memory and device.type in self.capabilities.devices
+
+    def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:meth:`allocate`, as torch calls it."""
+        return self.allocate(numel, dtype)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """torch's engines number their collectives on demand; ours always do."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+
+def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    if ranks and not isinstance(ranks[0], int):
+        return [list(part) for part in ranks]  # type: ignore[arg-type]
+    return [list(ranks)]  # type: ignore[arg-type]
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except (RuntimeError, ValueError):
+        return bool(store.check([key]))
+    return True

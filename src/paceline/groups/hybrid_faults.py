@@ -1,0 +1,87 @@
+"""News of faults, by way of the store: gloo tells a rank that something broke, but not what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import Store
+
+from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError, PeerLeftError
+from .engine import Call
+
+_T = TypeVar("_T")
+
+_SECONDS = 1.0  # how long the news may take; the store may be gone with the rank that had it
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A fault, as the rank that noticed it tells the others."""
+
+    kind: str
+    ranks: list[int]
+    reporter: int
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, fault: GroupError) -> Note:
+        """The news of ``fault``."""
+        ranks = list(fault.ranks)
+        if isinstance(fault, PeerDiedError):
+            return cls("died", ranks, fault.rank)
+        if isinstance(fault, CollectiveTimeoutError):
+            return cls("late", ranks, fault.rank, fault.seconds)
+        aborted = isinstance(fault, PeerLeftError) and fault.aborted
+        return cls("aborted" if aborted else "left", ranks, fault.rank)
+
+
+class News:
+    """What one rank hears and tells of faults in its group; the first fault is what counts."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def tell(self, fault: GroupError) -> None:
+        """Let the others know."""
+        note = msgspec.msgpack.encode(Note.of(fault))
+        _within(_SECONDS, lambda: self._store.compare_set("first", "", note))  # type: ignore[arg-type]
+
+    def of_others(self, call: Call) -> GroupError | None:
+        """The fault that another rank wrote down, as the error of ``call`` here."""
+        if not (news := _within(2 * _SECONDS, self._read)):
+            return None
+        note = msgspec.msgpack.decode(news, type=Note)
+        if note.reporter == self._rank:
+            return None
+        at = (self._rank, call.kind, call.sequence, note.ranks)
+        if note.kind == "died":
+            return PeerDiedError(*at, reporter=note.reporter)
+        if note.kind == "late":
+            return CollectiveTimeoutError(*at, seconds=note.seconds, reporter=note.reporter)
+        return PeerLeftError(*at, aborted=note.kind == "aborted")
+
+    def _read(self) -> bytes:
+        until = time.monotonic() + _SECONDS
+        while time.monotonic() < until:
+            if self._store.check(["first"]):
+                return bytes(self._store.get("first"))
+            time.sleep(0.005)
+        return b""
+
+
+def _within(seconds: float, ask: Callable[[], _T]) -> _T | None:
+    """What ``ask`` returns; None if it fails or takes longer."""
+    answers: list[_T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="paceline-news", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

@@ -1,0 +1,320 @@
+"""torch's own engines, gloo and NCCL, under our interface, and any torch group besides.
+
+Where an engine lacks a form that others have, it is put together here from those it has: gathers of
+unequal sizes from broadcasts, a scaled sum from a scaling and a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import Work as TorchWork
+
+from ..errors import UnexpectedOptionError, UnknownOptionError
+from .engine import TORCH_OPS, Call, Capabilities
+from .work import Together, Watcher, Wrapped
+
+_GLOO_REDUCES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8}
+    | {torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128}
+)
+_OUR_TAG = 0x70616365  # of messages that stand in for a gather or a scatter
+_BITWISE = frozenset({"band", "bor", "bxor"})
+
+
+def open_gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+) -> ProcessGroup:
+    """torch's gloo group over ``store``."""
+    if options:
+        raise UnexpectedOptionError("gloo", sorted(options))
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    group = ProcessGroup(store, rank, size)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    devices = {device.type, "cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+    for kind in sorted(devices):
+        group._register_backend(torch.device(kind), ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def open_nccl(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+) -> ProcessGroup:
+    """torch's NCCL group over ``store``; options are attributes of ``ProcessGroupNCCL.Options``."""
+    settings = dist.ProcessGroupNCCL.Options()
+    settings._timeout = timeout
+    for name, value in options.items():
+        if not hasattr(settings, name):
+            raise UnknownOptionError("nccl", name)
+        setattr(settings, name, value)
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    backend = dist.ProcessGroupNCCL(store, rank, size, settings)
+    backend._set_sequence_number_for_group()
+    backend.eager_connect_single_device(device)
+    group = ProcessGroup(store, rank, size)
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+class TorchEngine:
+    """A torch group beneath one of ours."""
+
+    def __init__(self, inner: ProcessGroup, backend: str, device: torch.device) -> None:
+        self.inner = inner
+        self.device = device
+        self.watcher = Watcher(f"paceline-{backend}-futures")
+        devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
+        if backend == "gloo" and torch.cuda.is_available():
+            devices.add("cuda")
+        self.capabilities = Capabilities(
+            backend=backend,
+            devices=frozenset(devices),
+            in_place_memory=False,
+            abortable=backend == "nccl",
+            names_dead_ranks=False,
+            checks_agreement=False,
+        )
+        self._start: dict[str, Callable[[Call], TorchWork]] = {
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "broadcast": self._broadcast,
+            "all_gather": self._all_gather,
+            "all_gather_single": self._all_gather_single,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "reduce_scatter": self._reduce_scatter,
+            "reduce_scatter_single": self._reduce_scatter_single,
+            "all_to_all": self._all_to_all,
+            "all_to_all_single": self._all_to_all_single,
+            "send": self._send,
+            "recv": self._recv,
+            "barrier": self._barrier,
+        }
+
+    def lend_to(self, group: ProcessGroup) -> None:
+        """Let torch's C++ find the engine in ``group``: it asks there for gloo and nccl by name."""
+        kind = getattr(ProcessGroup.BackendType, self.capabilities.backend.upper(), None)
+        if type(self.inner) is not ProcessGroup or kind is None:
+            return
+        for device in self.inner._device_types:
+            ProcessGroup._register_backend(group, device, kind, self.inner._get_backend(device))
+        ProcessGroup._set_default_backend(group, kind)
+
+    def run(self, call: Call) -> None:
+        work = self.start(call)
+        if call.kind in ("send", "recv"):  # these cannot be told the timeout beforehand
+            work.wait(timedelta(seconds=call.timeout))
+        else:
+            work.wait()
+        if call.kind == "recv" and call.root < 0:
+            call.root = work._source_rank()
+
+    def start(self, call: Call) -> TorchWork:
+        if call.reduction == "avg" and self.capabilities.backend == "gloo":
+            dtype = call.outputs[0].dtype
+            if not dtype.is_floating_point and not dtype.is_complex:
+                return self._integer_average(call)
+        return self._start[call.kind](call)
+
+    def _integer_average(self, call: Call) -> TorchWork:
+        """gloo divides in floating point only."""
+        call.reduction = "sum"
+        work = self._then(self._start[call.kind](call), call.outputs)
+
+        def divide() -> None:
+            if call.kind != "reduce" or call.root == self.inner.rank():
+                call.outputs[0].div_(self.inner.size(), rounding_mode="trunc")
+
+        return work.then_do(divide)
+
+    def _then(self, work: TorchWork, outputs: Sequence[Tensor]) -> Wrapped:
+        """``work`` as one of ours; gloo's reduce-scatters never say that they are completed."""
+        return Wrapped(work, outputs, self.watcher)
+
+    def _all_reduce(self, call: Call) -> TorchWork:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = TORCH_OPS[call.reduction]
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.allreduce(list(map(_real, call.outputs)), options)
+
+    def _reduce(self, call: Call) -> TorchWork:
+        options = c10d.ReduceOptions()
+        options.reduceOp = TORCH_OPS[call.reduction]
+        options.rootRank = call.root
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.reduce(list(map(_real, call.outputs)), options)
+
+    def _broadcast(self, call: Call) -> TorchWork:
+        return self._broadcast_one(call.outputs[0], call.root, call)
+
+    def _broadcast_one(self, tensor: Tensor, root: int, call: Call) -> TorchWork:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.broadcast([tensor], options)
+
+    def _all_gather(self, call: Call) -> TorchWork:
+        if len({t.shape for t in call.outputs}) > 1:
+            return self._each_broadcasts(call)
+        options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.allgather([list(call.outputs)], list(call.inputs), options)
+
+    def _each_broadcasts(self, call: Call) -> TorchWork:
+        """Tensors of unequal sizes: every rank sends its own to all."""
+        rank = self.inner.rank()
+        call.outputs[rank].copy_(call.inputs[0].view_as(call.outputs[rank]))
+        works = [self._broadcast_one(t, root, call) for root, t in enumerate(call.outputs)]
+        return Together(works, call.outputs, self.watcher)
+
+    def _all_gather_single(self, call: Call) -> TorchWork:
+        options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner._allgather_base(call.outputs[0], call.inputs[0], options)
+
+    def _gather(self, call: Call) -> TorchWork:
+        if self.capabilities.backend == "gloo":  # its own wants equal sizes
+            return self._to_and_fro(call, call.inputs[0], call.outputs, sending=False)
+        options = c10d.GatherOptions()
+        options.rootRank = call.root
+        options.timeout = timedelta(seconds=call.timeout)
+        outputs = [list(call.outputs)] if call.outputs else []
+        return self.inner.gather(outputs, list(call.inputs), options)
+
+    def _to_and_fro(
+        self, call: Call, own: Tensor, parts: Sequence[Tensor], *, sending: bool
+    ) -> TorchWork:
+        """A gather, or when ``sending`` a scatter, of any sizes, as messages."""
+        rank, root = self.inner.rank(), call.root
+        inner = self.inner
+        if rank != root:
+            work = (inner.recv if sending else inner.send)([own], root, _OUR_TAG)
+            return Together([work], [own], self.watcher)
+        source, target = (parts[rank], own) if sending else (own, parts[rank])
+        target.copy_(source.view_as(target))
+        move = inner.send if sending else inner.recv
+        works = [move([part], r, _OUR_TAG) for r, part in enumerate(parts) if r != rank]
+        return Together(works, call.outputs, self.watcher)
+
+    def _scatter(self, call: Call) -> TorchWork:
+        if self.capabilities.backend == "gloo":
+            return self._to_and_fro(call, call.outputs[0], call.inputs, sending=True)
+        options = c10d.ScatterOptions()
+        options.rootRank = call.root
+        options.timeout = timedelta(seconds=call.timeout)
+        inputs = [list(call.inputs)] if call.inputs else []
+        return self.inner.scatter(list(call.outputs), inputs, options)
+
+    def _each_reduces(self, call: Call) -> TorchWork:
+        """Parts of unequal sizes: every rank is the root for its own."""
+        copies = [t.clone() for t in call.inputs]
+        works = []
+        for root, copy in enumerate(copies):
+            one = Call("reduce", (copy,), (copy,), call.reduction, root, timeout=call.timeout)
+            works.append(self._reduce(one))
+        work = Together(works, call.outputs, self.watcher)
+        rank = self.inner.rank()
+        return work.then_do(lambda: call.outputs[0].copy_(copies[rank].view_as(call.outputs[0])))
+
+    def _reduce_scatter(self, call: Call) -> TorchWork:
+        if len({t.shape for t in call.inputs}) > 1:
+            return self._each_reduces(call)
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = TORCH_OPS[call.reduction]
+        options.timeout = timedelta(seconds=call.timeout)
+        inputs = [list(map(_real, call.inputs))]
+        work = self.inner.reduce_scatter(list(map(_real, call.outputs)), inputs, options)
+        return self._then(work, call.outputs)
+
+    def _reduce_scatter_single(self, call: Call) -> TorchWork:
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = TORCH_OPS[call.reduction]
+        options.timeout = timedelta(seconds=call.timeout)
+        work = self.inner._reduce_scatter_base(
+            _real(call.outputs[0]), _real(call.inputs[0]), options
+        )
+        return self._then(work, call.outputs)
+
+    def _all_to_all(self, call: Call) -> TorchWork:
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        if self.capabilities.backend == "gloo":  # its own wants equal sizes
+            return self._flat_all_to_all(call, options)
+        return self.inner.alltoall(list(call.outputs), list(call.inputs), options)
+
+    def _flat_all_to_all(self, call: Call, options: c10d.AllToAllOptions) -> TorchWork:
+        given = torch.cat([t.reshape(-1) for t in call.inputs])
+        sizes = [t.numel() for t in call.outputs]
+        taken = given.new_empty(sum(sizes))
+        work = self.inner.alltoall_base(
+            taken, given, sizes, [t.numel() for t in call.inputs], options
+        )
+
+        def unpack() -> None:
+            for tensor, part in zip(call.outputs, taken.split(sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+        return self._then(work, call.outputs).then_do(unpack)
+
+    def _all_to_all_single(self, call: Call) -> TorchWork:
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.alltoall_base(
+            call.outputs[0],
+            call.inputs[0],
+            list(call.output_splits),
+            list(call.input_splits),
+            options,
+        )
+
+    def _send(self, call: Call) -> TorchWork:
+        return self.inner.send(list(call.inputs), call.root, call.tag)
+
+    def _recv(self, call: Call) -> TorchWork:
+        if call.root < 0:
+            return self.inner.recv_anysource(list(call.outputs), call.tag)
+        return self.inner.recv(list(call.outputs), call.root, call.tag)
+
+    def _barrier(self, call: Call) -> TorchWork:
+        options = c10d.BarrierOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        if self.device.type == "cuda" and self.device.index is not None:
+            options.device_ids = [self.device.index]
+        return self.inner.barrier(options)
+
+    def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        if self.capabilities.backend != "gloo":
+            return reduction not in _BITWISE or not dtype.is_floating_point
+        if reduction in _BITWISE:
+            return dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
+        if dtype.is_complex:
+            return dtype in _GLOO_REDUCES and reduction in ("sum", "avg")
+        if dtype is torch.bool:
+            return reduction != "avg"
+        return dtype in _GLOO_REDUCES
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def progress(self) -> None:
+        """torch's engines have threads or streams of their own."""
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+        self.watcher.close()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

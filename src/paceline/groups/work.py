@@ -1,0 +1,224 @@
+"""Work: a collective under way.
+
+``wait`` has three duties besides waiting: it finishes what must happen on this side (a result
+copied back into a strided tensor, an average divided), it lets the group's hooks know, and it
+raises what went wrong. They happen once, in whichever thread sees the end first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed import Work as TorchWork
+from torch.futures import Future
+from typing_extensions import Self
+
+Finisher = Callable[[BaseException | None], object]
+
+
+def seconds_of(timeout: timedelta | float | None) -> float | None:
+    """torch's timeouts in seconds; "none given" (zero or less) is None."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    return timeout if timeout is not None and timeout > 0 else None
+
+
+class Work(TorchWork):
+    """A collective that was started. Subclasses say how one waits for it."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._finishers: list[Finisher] = []
+        self._lock = threading.Lock()
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def _block(self, seconds: float | None) -> bool:
+        """Wait for the engine; False when it took longer. Raises what went wrong."""
+        raise NotImplementedError
+
+    def _poll(self) -> bool:
+        """Whether :meth:`_block` would return or raise at once."""
+        raise NotImplementedError
+
+    def _watcher(self) -> Watcher:
+        """The thread that completes futures of this work."""
+        raise NotImplementedError
+
+    def finally_do(self, finisher: Finisher) -> None:
+        """Call ``finisher`` with the error or None, once, when the end is seen.
+
+        Of several, the last one comes first.
+        """
+        self._finishers.insert(0, finisher)
+
+    def then_do(self, action: Callable[[], object]) -> Self:
+        """The same for something that only makes sense when all went well."""
+        self.finally_do(lambda error: action() if error is None else None)
+        return self
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until done; False after ``timeout``, when it still goes on."""
+        if not self._ended:
+            try:
+                if not self._block(seconds_of(timeout)):
+                    return False
+            except BaseException as error:
+                self._end(error)
+            else:
+                self._end(None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._error = error
+            try:
+                for finisher in self._finishers:
+                    finisher(error)
+            except BaseException as raised:
+                self._error = self._error or raised
+            self._finishers.clear()
+            self._ended = True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._ended or self._poll()
+
+    def is_success(self) -> bool:
+        """Whether it ended without an error."""
+        return self._ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once it is known."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The output tensors; waits for them."""
+        self.wait()
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        """The same as ``wait``."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """The rank a message came from."""
+        return -1
+
+    def _source_rank(self) -> int:  # the name torch calls; subclasses define the one above
+        return self.source_rank()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the output tensors; a thread completes it, whether or not anybody waits."""
+        # An exception set on a future from Python crashes C++ that waits for it (torch 2.13); one
+        # that is raised in a callback arrives as an error.
+        gate: Future[None] = Future()
+        future: Future[list[Tensor]] = gate.then(lambda _: self.result())
+        if self._ended:
+            gate.set_result(None)
+        else:
+            self._watcher().open(gate, self)
+        return future
+
+
+class Finished(Work):
+    """What was done before it was asked for."""
+
+    def __init__(self, outputs: Sequence[Tensor] = ()) -> None:
+        super().__init__(outputs)
+        self._ended = True
+
+
+class Wrapped(Work):
+    """Another engine's work, with duties of ours at its end."""
+
+    def __init__(self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher) -> None:
+        super().__init__(outputs)
+        self._inner = inner
+        self._completer = watcher
+
+    def _block(self, seconds: float | None) -> bool:
+        if seconds is None:
+            self._inner.wait()
+        else:
+            self._inner.wait(timedelta(seconds=seconds))
+        return True
+
+    def _poll(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def _watcher(self) -> Watcher:
+        return self._completer
+
+    def source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+
+class Together(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[TorchWork], outputs: Sequence[Tensor], watcher: Watcher):
+        super().__init__(outputs)
+        self._works = works
+        self._completer = watcher
+
+    def _block(self, seconds: float | None) -> bool:
+        return all(
+            work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
+            for work in self._works
+        )
+
+    def _poll(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def _watcher(self) -> Watcher:
+        return self._completer
+
+
+class Watcher:
+    """A thread that waits for works whose futures somebody holds; started by the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[Future[None], Work] | None] | None = None
+        self._lock = threading.Lock()
+
+    def open(self, gate: Future[None], work: Work) -> None:
+        """Complete ``gate`` when ``work`` ends, well or badly."""
+        with self._lock:
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                thread = threading.Thread(
+                    target=self._serve, args=(self._queue,), name=self._name, daemon=True
+                )
+                thread.start()
+            self._queue.put((gate, work))
+
+    @staticmethod
+    def _serve(waiting: queue.SimpleQueue[tuple[Future[None], Work] | None]) -> None:
+        while (item := waiting.get()) is not None:
+            gate, work = item
+            with contextlib.suppress(BaseException):  # the gate's callback raises it again
+                work.wait()
+            gate.set_result(None)
+            del item, gate, work
+
+    def close(self) -> None:
+        """Let the thread end after what it has."""
+        with self._lock:
+            if self._queue is not None:
+                self._queue.put(None)
+                self._queue = None
+
+
+FINISHED = Finished()
