@@ -1,0 +1,398 @@
+"""What the others get when a rank of an shm group dies, stops, leaves or calls something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline import Group, ReduceOp
+from paceline.errors import (
+    CollectiveTimeoutError,
+    GroupClosedError,
+    MismatchError,
+    PeerDiedError,
+    PeerLeftError,
+)
+from paceline.testing import Meeting, spawn_ranks
+
+BIG = 3_000_000  # elements: far more than fits into a window
+
+Collective = Callable[[Group, int], object]
+
+
+def _per_rank(group: Group, numel: int) -> list[torch.Tensor]:
+    return [torch.ones(numel) for _ in range(group.size())]
+
+
+def _on(rank: int, group: Group, numel: int) -> list[torch.Tensor] | None:
+    return _per_rank(group, numel) if group.rank() == rank else None
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "barrier": lambda g, n: g.barrier(),
+    "all_reduce": lambda g, n: g.all_reduce(torch.ones(n)),
+    "reduce": lambda g, n: g.reduce(torch.ones(n), 0),
+    "broadcast": lambda g, n: g.broadcast(torch.ones(n), 1),
+    "all_gather": lambda g, n: g.all_gather(_per_rank(g, n), torch.ones(n)),
+    "gather": lambda g, n: g.gather(_on(0, g, n), torch.ones(n), 0),
+    "scatter": lambda g, n: g.scatter(torch.ones(n), _on(1, g, n), 1),
+    "reduce_scatter": lambda g, n: g.reduce_scatter(torch.ones(n), _per_rank(g, n)),
+    "all_to_all": lambda g, n: g.all_to_all(_per_rank(g, n), _per_rank(g, n)),
+}
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- a dead rank ------------------------------------------------------------------------------
+
+
+def survive(meeting: Meeting, name: str, numel: int) -> tuple[float, int]:
+    group = meeting.new_group("shm")
+    group.barrier()
+    if meeting.rank == 1:
+        die()
+    start = time.monotonic()
+    with pytest.raises(PeerDiedError) as caught:
+        COLLECTIVES[name](group, numel)
+    took = time.monotonic() - start
+    assert list(caught.value.ranks) == [1]
+    assert caught.value.operation == name
+    with pytest.raises(PeerDiedError):  # it stays over
+        group.barrier()
+    before = open_files()
+    group.shutdown()
+    return took, before - open_files()
+
+
+@pytest.mark.parametrize("numel", [10, BIG], ids=["small", "large"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_killed_rank_is_named_by_all_others_at_once(name: str, numel: int) -> None:
+    results = spawn_ranks(3, survive, name, numel, may_die=[1])
+    for took, closed in (results[0], results[2]):
+        assert took < 5, "noticed by looking, not by the timeout of half an hour"
+        assert closed >= 2, "one descriptor for each peer"
+
+
+def wait_for_works_of_a_dead_rank(meeting: Meeting) -> str:
+    group = meeting.new_group("shm")
+    group.barrier()
+    if meeting.rank == 1:
+        die()
+    future = group.allreduce([torch.ones(3)]).get_future()
+    work = group.all_reduce(torch.ones(BIG), async_op=True)
+    with pytest.raises(PeerDiedError):
+        work.wait()
+    assert isinstance(work.exception(), PeerDiedError)
+    with pytest.raises(RuntimeError) as caught:
+        future.wait()
+    return str(caught.value)
+
+
+def test_a_killed_rank_ends_started_works_and_their_futures() -> None:
+    assert "rank 1 died" in spawn_ranks(2, wait_for_works_of_a_dead_rank, may_die=[1])[0]
+
+
+def keep_reducing_until_one_dies(meeting: Meeting, seed: int) -> list[int]:
+    group = meeting.new_group("shm")
+    tensor = group.allocate(BIG) if seed % 2 else torch.empty(BIG)
+    tensor.zero_()
+    if meeting.rank == 2:
+        threading.Timer(0.01 + 0.007 * seed, die).start()
+    with pytest.raises(PeerDiedError) as caught:
+        while True:
+            group.all_reduce(tensor)
+    return list(caught.value.ranks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_killed_in_the_middle_of_a_large_all_reduce_is_named(seed: int) -> None:
+    results = spawn_ranks(4, keep_reducing_until_one_dies, seed, may_die=[2])
+    assert results == [[2], [2], None, [2]]
+
+
+def receive_from_the_dead(meeting: Meeting, source: int | None) -> list[int]:
+    group = meeting.new_group("shm")
+    group.barrier()
+    if meeting.rank == 1:
+        group.send(torch.arange(3.0), 0)
+        die()
+    got = torch.zeros(3)
+    group.recv(got, source)
+    assert got.tolist() == [0, 1, 2], "what was sent before the end arrives"
+    with pytest.raises(PeerDiedError) as caught:
+        group.recv(got, source)
+    return list(caught.value.ranks)
+
+
+@pytest.mark.parametrize("source", [1, None], ids=["named", "any"])
+def test_receiving_from_a_dead_rank_delivers_what_it_sent_and_then_fails(
+    source: int | None,
+) -> None:
+    assert spawn_ranks(2, receive_from_the_dead, source, may_die=[1])[0] == [1]
+
+
+# -- a stopped rank ---------------------------------------------------------------------------
+
+
+def outwait_a_stopped_rank(meeting: Meeting) -> str:
+    group = meeting.new_group("shm")
+    pids = group.all_gather_object(os.getpid())
+    if meeting.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 wakes it up again
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        group.all_reduce(torch.ones(4), timeout=0.3 if meeting.rank == 0 else 30.0)
+    if meeting.rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    assert list(caught.value.ranks) == [1]
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.reporter == 0
+    return str(caught.value)
+
+
+def test_a_stopped_rank_is_named_at_the_timeout_of_the_call() -> None:
+    first, second, third = spawn_ranks(3, outwait_a_stopped_rank)
+    assert "timed out after 0.3 s waiting for rank 1" in first
+    assert "rank 0 gave up waiting for rank 1" in second
+    assert "rank 0 gave up waiting for rank 1" in third
+
+
+def time_out_a_receive(meeting: Meeting) -> bool:
+    group = meeting.new_group("shm")
+    got = torch.zeros(2)
+    if meeting.rank == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            group.recv(got, 1, timeout=0.1)
+        assert list(caught.value.ranks) == [1]
+    group.barrier()  # the group goes on
+    if meeting.rank == 1:
+        group.send(torch.ones(2), 0)
+    else:
+        group.recv(got, 1)
+        assert got.tolist() == [1, 1]
+    group.shutdown()
+    return True
+
+
+def test_a_receive_that_times_out_leaves_the_group_usable() -> None:
+    assert all(spawn_ranks(2, time_out_a_receive))
+
+
+# -- abort and leaving ------------------------------------------------------------------------
+
+
+def abort_from_another_thread(meeting: Meeting, kind: str) -> str:
+    group = meeting.new_group("shm")
+    group.barrier()
+    if meeting.rank == 1:
+        meeting.store().wait(["aborted"])
+        with pytest.raises(PeerLeftError) as late:
+            group.barrier()
+        assert late.value.aborted
+        assert list(late.value.ranks) == [0]
+        return "rank 1 knows"
+    inside = threading.Event()
+    group.register_hooks(before=lambda call: inside.set())
+
+    def abort() -> None:
+        inside.wait()
+        group.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    with pytest.raises(GroupClosedError) as caught:
+        if kind == "all_reduce":
+            group.all_reduce(torch.ones(5))
+        else:
+            group.recv(torch.ones(5), 1)
+    thread.join()
+    assert caught.value.aborted
+    meeting.store().set("aborted", b"yes")
+    with pytest.raises(GroupClosedError):
+        group.barrier()
+    group.shutdown()
+    return "freed"
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "recv"])
+def test_abort_frees_a_waiting_rank_and_the_others_learn_of_it(kind: str) -> None:
+    assert spawn_ranks(2, abort_from_another_thread, kind) == ["freed", "rank 1 knows"]
+
+
+def leave_early(meeting: Meeting) -> str:
+    group = meeting.new_group("shm")
+    group.all_reduce(torch.ones(2))
+    if meeting.rank == 0:
+        group.shutdown()
+        with pytest.raises(GroupClosedError):
+            group.barrier()
+        return "left"
+    with pytest.raises(PeerLeftError) as caught:
+        group.barrier()
+    assert not caught.value.aborted
+    return str(list(caught.value.ranks))
+
+
+def test_waiting_for_a_rank_that_left_is_an_error_at_once() -> None:
+    assert spawn_ranks(2, leave_early) == ["left", "[0]"]
+
+
+def finish_one_after_the_other(meeting: Meeting) -> float:
+    group = meeting.new_group("shm")
+    tensor = torch.ones(BIG)
+    group.all_reduce(tensor)
+    group.shutdown()  # a fast rank is gone while a slow one still collects its result
+    return tensor[-1].item()
+
+
+def test_leaving_right_after_the_last_collective_harms_nobody() -> None:
+    assert spawn_ranks(4, finish_one_after_the_other) == [4.0] * 4
+
+
+# -- calls that do not match ------------------------------------------------------------------
+
+MISMATCHES: dict[str, tuple[Collective, Collective, str, str]] = {
+    "size": (
+        lambda g, n: g.all_reduce(torch.ones(n)),
+        lambda g, n: g.all_reduce(torch.ones(n + 1)),
+        "all_reduce(10 x torch.float32, SUM)",
+        "all_reduce(11 x torch.float32, SUM)",
+    ),
+    "dtype": (
+        lambda g, n: g.all_reduce(torch.ones(n)),
+        lambda g, n: g.all_reduce(torch.ones(n, dtype=torch.float64)),
+        "torch.float32",
+        "torch.float64",
+    ),
+    "reduction": (
+        lambda g, n: g.all_reduce(torch.ones(n)),
+        lambda g, n: g.all_reduce(torch.ones(n), ReduceOp.MAX),
+        "SUM",
+        "MAX",
+    ),
+    "operation": (
+        lambda g, n: g.all_reduce(torch.ones(n)),
+        lambda g, n: g.barrier(),
+        "all_reduce(",
+        "barrier()",
+    ),
+    "root": (
+        lambda g, n: g.broadcast(torch.ones(n), 0),
+        lambda g, n: g.broadcast(torch.ones(n), 1),
+        "root 0",
+        "root 1",
+    ),
+    "gathered size": (
+        lambda g, n: g.all_gather(_per_rank(g, n), torch.ones(n)),
+        lambda g, n: g.all_gather([torch.ones(n + r) for r in (0, 1, 0)], torch.ones(n + 1)),
+        "40 bytes between the two",
+        "44 bytes between the two",
+    ),
+    "splits": (
+        lambda g, n: g.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [2, 2, 2]),
+        lambda g, n: g.all_to_all_single(torch.ones(6), torch.ones(6), [1, 2, 3], [2, 2, 2]),
+        "8 bytes between the two",
+        "4 bytes between the two",
+    ),
+}
+
+
+def disagree(meeting: Meeting, name: str) -> str:
+    group = meeting.new_group("shm")
+    usual, other, _, _ = MISMATCHES[name]
+    with pytest.raises(MismatchError) as caught:
+        (other if meeting.rank == 1 else usual)(group, 10)
+    tensor = torch.ones(BIG)
+    group.all_reduce(tensor)
+    assert tensor[0] == 3, "the group goes on"
+    group.shutdown()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_differing_calls_are_an_error_on_every_rank_that_names_both_sides(name: str) -> None:
+    _, _, one, another = MISMATCHES[name]
+    for rank, text in enumerate(spawn_ranks(3, disagree, name)):
+        assert text.startswith(f"rank {rank}: ")
+        assert one in text
+        assert another in text
+        assert "rank 1 called" in text
+
+
+def send_what_does_not_fit(meeting: Meeting) -> str:
+    group = meeting.new_group("shm")
+    if meeting.rank == 0:
+        group.send(torch.ones(3), 1)
+        group.barrier()
+        with pytest.raises(MismatchError) as caught:
+            group.send(torch.ones(4), 1)
+        group.send(torch.ones(4), 1)
+    else:
+        got = torch.zeros(4)
+        with pytest.raises(MismatchError) as caught:
+            group.recv(got, 0)
+        assert got.tolist() == [0, 0, 0, 0]
+        group.barrier()
+        group.recv(got, 0)
+        assert got.tolist() == [1, 1, 1, 1]
+    group.shutdown()
+    return str(caught.value)
+
+
+def test_a_message_that_does_not_fit_is_an_error_at_both_ends() -> None:
+    for text in spawn_ranks(2, send_what_does_not_fit):
+        assert "rank 0 called send(12 bytes" in text
+        assert "rank 1 called recv(16 bytes" in text
+
+
+# -- nothing is left behind -------------------------------------------------------------------
+
+
+def come_and_go(meeting: Meeting) -> tuple[int, int, list[str]]:
+    meeting.new_group("shm").shutdown()  # what is opened once, such as the random source
+    before = open_files()
+    for _ in range(3):
+        group = meeting.new_group("shm")
+        kept = group.allocate(1000)
+        group.all_reduce(torch.ones(BIG), async_op=True).wait()
+        group.shutdown()
+        kept.fill_(1)  # memory outlives the group
+    return before, open_files(), os.listdir("/dev/shm")
+
+
+def test_a_group_leaves_no_descriptor_and_no_file() -> None:
+    there = set(os.listdir("/dev/shm"))
+    for before, after, files in spawn_ranks(2, come_and_go):
+        assert after == before
+        assert set(files) <= there
+
+
+def be_interrupted(meeting: Meeting) -> str:
+    group = meeting.new_group("shm")
+    group.barrier()
+    if meeting.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(torch.ones(2))
+        return "interrupted"
+    with pytest.raises(PeerLeftError) as caught:
+        group.recv(torch.ones(1), 0)
+    return str(caught.value)
+
+
+def test_an_interrupt_gets_through_and_frees_the_others() -> None:
+    first, second = spawn_ranks(2, be_interrupted)
+    assert first == "interrupted"
+    assert "rank 0 aborted the group" in second
