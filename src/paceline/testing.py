@@ -322,7 +322,7 @@ _LAST_WORDS = 2.0  # seconds a hung rank has to write its stack, before it is ki
 _STACK_SIGNAL = signal.SIGRTMAX - 1  # not one that a test or a library is likely to use
 
 # Imported by the server, once, instead of by every rank; the latter only if this process has them.
-_PRELOADED = ("paceline.testing", "paceline.groups")
+_PRELOADED = ("paceline.testing", "paceline.groups", "sympy")  # sympy: for torch.testing
 _PRELOADED_IF_HERE = ("numpy", "pytest", "hypothesis")
 
 

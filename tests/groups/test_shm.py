@@ -451,3 +451,47 @@ def fork_a_child(meeting: Meeting) -> None:
 
 def test_a_forked_child_cannot_disturb_the_group() -> None:
     spawn_ranks(2, fork_a_child)
+
+
+# -- extremes -----------------------------------------------------------------------------------
+
+
+def be_one_of_many(meeting: Meeting) -> None:
+    with meeting.new_group("shm") as group:
+        for numel in (1, 5000, 100_000):
+            tensor = torch.full((numel,), float(meeting.rank))
+            group.all_reduce(tensor)
+            assert (tensor == sum(range(meeting.size))).all()
+        gathered = torch.empty(meeting.size)
+        group.all_gather_single(gathered, torch.tensor([float(meeting.rank)]))
+        assert torch.equal(gathered, torch.arange(float(meeting.size)))
+        swapped = torch.empty(meeting.size)
+        group.all_to_all_single(swapped, torch.full((meeting.size,), float(meeting.rank)))
+        assert torch.equal(swapped, torch.arange(float(meeting.size)))
+
+
+def test_64_ranks_work_on_one_host() -> None:
+    spawn_ranks(64, be_one_of_many, deadline=120)
+
+
+def reduce_gigabytes(meeting: Meeting, shared: bool) -> None:
+    numel = 2**31 + 12_345  # more than 32 bits can count
+    with meeting.new_group("shm") as group:
+        tensor = (
+            group.allocate(numel, torch.uint8) if shared else torch.empty(numel, dtype=torch.uint8)
+        )
+        tensor.fill_(meeting.rank + 1)
+        tensor[-1] = 7
+        group.all_reduce(tensor)
+        assert tensor[-1] == 14
+        assert tensor[0] == 3
+        assert tensor[numel // 2] == 3
+        assert tensor[2**31] == 3
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["ordinary", "shared"])
+def test_tensors_of_gigabytes_are_reduced(shared: bool) -> None:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if free < 7 << 30:
+        pytest.skip(f"needs 7 GiB of free memory, and there are {free / 2**30:.1f}")
+    spawn_ranks(2, reduce_gigabytes, shared, deadline=120)

@@ -7,7 +7,7 @@ and what came.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,18 +27,6 @@ class Checker:
         self._devices = engine.capabilities.devices
         self._on_cpu = "cpu" in engine.capabilities.devices
         self._known_good: set[tuple[torch.dtype, str]] = set()  # what the engine can reduce
-        self._shapes: dict[str, Callable[[Call], None]] = {
-            "all_gather": self._gathered,
-            "all_gather_single": self._gathered_flat,
-            "gather": self._gather,
-            "scatter": self._scatter,
-            "reduce_scatter": self._reduce_scatter,
-            "reduce_scatter_single": self._reduce_scatter_single,
-            "all_to_all": self._all_to_all,
-            "all_to_all_single": self._all_to_all_single,
-            "send": self._peer,
-            "recv": self._peer,
-        }
 
     def check(self, call: Call) -> None:
         """Raise if the engine could not do ``call`` as it is."""
@@ -56,9 +44,9 @@ class Checker:
             pair = (first.dtype, call.reduction)
             if pair not in self._known_good:
                 self._reducible(call, *pair)
-        shape = self._shapes.get(kind)
+        shape = self._SHAPES.get(kind)
         if shape is not None:
-            shape(call)
+            shape(self, call)
 
     def _tensor(self, call: Call, what: str, tensor: object, first: Tensor | None) -> None:
         if not isinstance(tensor, Tensor):
@@ -150,6 +138,19 @@ class Checker:
             self._refuse(call, what, f"another rank below {self._size}", str(call.root))
         if call.kind == "send" and call.root < 0:
             self._refuse(call, what, f"a rank below {self._size}", str(call.root))
+
+    _SHAPES: ClassVar[dict[str, Callable[[Checker, Call], None]]] = {
+        "all_gather": _gathered,
+        "all_gather_single": _gathered_flat,
+        "gather": _gather,
+        "scatter": _scatter,
+        "reduce_scatter": _reduce_scatter,
+        "reduce_scatter_single": _reduce_scatter_single,
+        "all_to_all": _all_to_all,
+        "all_to_all_single": _all_to_all_single,
+        "send": _peer,
+        "recv": _peer,
+    }
 
     def _refuse(
         self,

@@ -496,9 +496,10 @@ class Collectives(ProcessGroup):
         values = [own.values().new_empty(n, *own.values().shape[1:]) for n in entries]
         self.all_gather(indices, own.indices().t().contiguous(), timeout)
         self.all_gather(values, own.values(), timeout)
-        total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(), torch.cat(values), tensor.shape, check_invariants=False
-        ).coalesce()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns unless one chooses
+            total = torch.sparse_coo_tensor(
+                torch.cat(indices).t(), torch.cat(values), tensor.shape
+            ).coalesce()
         tensor.copy_(total / self._size if reduction == "avg" else total)
         return FINISHED
 

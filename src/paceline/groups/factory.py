@@ -25,6 +25,7 @@ from ..errors import (
     UnexpectedOptionError,
     UnknownBackendError,
 )
+from .device_backend import DeviceEngine
 from .engine import Engine
 from .fake_backend import FakeEngine
 from .group import Group
@@ -281,9 +282,24 @@ def choose_backend(
     return "hybrid" if len(hosts.components) < size else "gloo"
 
 
+@_offer("paceline")
+def _open_paceline(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Engine:
+    """Every device of this machine, the CPU's engine chosen as by ``auto``."""
+    cpu = _open_auto(PrefixStore("cpu", store), rank, size, timeout, torch.device("cpu"))
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return cpu
+
+    def open_cuda(device: torch.device) -> Engine:
+        return _open_nccl(PrefixStore("cuda", store), rank, size, timeout, device)
+
+    return DeviceEngine(cpu, {"cuda": open_cuda})
+
+
 def open_for_torch(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     """What ``torch.distributed.init_process_group("paceline")`` calls."""
-    group = _backends["auto"](store, rank, size, timeout, torch.device("cpu"))
+    group = _backends["paceline"](store, rank, size, timeout, torch.device("cpu"))
     assert isinstance(group, Group)
     return group
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,22 +67,6 @@ class ShmEngine:
             checks_agreement=True,
             max_ranks=MAX_RANKS,
         )
-        self._describe: dict[str, Callable[[Call], _Arguments]] = {
-            "all_reduce": self._reduction,
-            "reduce": self._reduction,
-            "broadcast": self._broadcast,
-            "all_gather": self._gather,
-            "all_gather_single": self._all_gather_single,
-            "gather": self._gather,
-            "scatter": self._scatter,
-            "reduce_scatter": self._reduce_scatter,
-            "reduce_scatter_single": self._reduce_scatter_single,
-            "all_to_all": self._all_to_all,
-            "all_to_all_single": self._all_to_all_single,
-            "send": self._transfer,
-            "recv": self._transfer,
-            "barrier": self._barrier,
-        }
 
     @classmethod
     def open(
@@ -93,12 +78,12 @@ class ShmEngine:
     # -- calls as operations ------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
-        operation = self.shm.run(*self._describe[call.kind](call))
+        operation = self.shm.run(*self._DESCRIBE[call.kind](self, call))
         if call.kind == "recv":
             call.root = operation.source
 
     def start(self, call: Call) -> ShmWork:
-        arguments = self._describe[call.kind](call)
+        arguments = self._DESCRIBE[call.kind](self, call)
         operation = arguments[-1] or Operation()
         operation.keep = (call.inputs, call.outputs, operation.keep)
         self.shm.submit(*arguments[:-1], operation)
@@ -207,6 +192,23 @@ class ShmEngine:
 
     def _barrier(self, call: Call) -> _Arguments:
         return (KIND_CODES["barrier"], 0, 0, 1, -1, 0, 0, 0, 0, call.timeout, None)
+
+    _DESCRIBE: ClassVar[dict[str, Callable[[ShmEngine, Call], _Arguments]]] = {
+        "all_reduce": _reduction,
+        "reduce": _reduction,
+        "broadcast": _broadcast,
+        "all_gather": _gather,
+        "all_gather_single": _all_gather_single,
+        "gather": _gather,
+        "scatter": _scatter,
+        "reduce_scatter": _reduce_scatter,
+        "reduce_scatter_single": _reduce_scatter_single,
+        "all_to_all": _all_to_all,
+        "all_to_all_single": _all_to_all_single,
+        "send": _transfer,
+        "recv": _transfer,
+        "barrier": _barrier,
+    }
 
     # -- the rest -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -83,22 +84,6 @@ class TorchEngine:
             names_dead_ranks=False,
             checks_agreement=False,
         )
-        self._start: dict[str, Callable[[Call], TorchWork]] = {
-            "all_reduce": self._all_reduce,
-            "reduce": self._reduce,
-            "broadcast": self._broadcast,
-            "all_gather": self._all_gather,
-            "all_gather_single": self._all_gather_single,
-            "gather": self._gather,
-            "scatter": self._scatter,
-            "reduce_scatter": self._reduce_scatter,
-            "reduce_scatter_single": self._reduce_scatter_single,
-            "all_to_all": self._all_to_all,
-            "all_to_all_single": self._all_to_all_single,
-            "send": self._send,
-            "recv": self._recv,
-            "barrier": self._barrier,
-        }
 
     def lend_to(self, group: ProcessGroup) -> None:
         """Let torch's C++ find the engine in ``group``: it asks there for gloo and nccl by name."""
@@ -119,16 +104,20 @@ class TorchEngine:
             call.root = work._source_rank()
 
     def start(self, call: Call) -> TorchWork:
-        if call.reduction == "avg" and self.capabilities.backend == "gloo":
+        if call.reduction and self.capabilities.backend == "gloo":
             dtype = call.outputs[0].dtype
-            if not dtype.is_floating_point and not dtype.is_complex:
+            if dtype is torch.bool:  # it would add up bytes
+                call.reduction = {"sum": "max", "product": "min"}.get(
+                    call.reduction, call.reduction
+                )
+            elif call.reduction == "avg" and not dtype.is_floating_point and not dtype.is_complex:
                 return self._integer_average(call)
-        return self._start[call.kind](call)
+        return self._START[call.kind](self, call)
 
     def _integer_average(self, call: Call) -> TorchWork:
         """gloo divides in floating point only."""
         call.reduction = "sum"
-        work = self._then(self._start[call.kind](call), call.outputs)
+        work = self._then(self._START[call.kind](self, call), call.outputs)
 
         def divide() -> None:
             if call.kind != "reduce" or call.root == self.inner.rank():
@@ -179,7 +168,9 @@ class TorchEngine:
     def _all_gather_single(self, call: Call) -> TorchWork:
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=call.timeout)
-        return self.inner._allgather_base(call.outputs[0], call.inputs[0], options)
+        return self.inner._allgather_base(
+            call.outputs[0].view(-1), call.inputs[0].view(-1), options
+        )
 
     def _gather(self, call: Call) -> TorchWork:
         if self.capabilities.backend == "gloo":  # its own wants equal sizes
@@ -290,6 +281,23 @@ class TorchEngine:
         if self.device.type == "cuda" and self.device.index is not None:
             options.device_ids = [self.device.index]
         return self.inner.barrier(options)
+
+    _START: ClassVar[dict[str, Callable[[TorchEngine, Call], TorchWork]]] = {
+        "all_reduce": _all_reduce,
+        "reduce": _reduce,
+        "broadcast": _broadcast,
+        "all_gather": _all_gather,
+        "all_gather_single": _all_gather_single,
+        "gather": _gather,
+        "scatter": _scatter,
+        "reduce_scatter": _reduce_scatter,
+        "reduce_scatter_single": _reduce_scatter_single,
+        "all_to_all": _all_to_all,
+        "all_to_all_single": _all_to_all_single,
+        "send": _send,
+        "recv": _recv,
+        "barrier": _barrier,
+    }
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
         if self.capabilities.backend != "gloo":
