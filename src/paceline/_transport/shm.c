@@ -136,8 +136,8 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
         e->watch[r] = watch[r];
     }
     int crowded = n > cores; /* then a spinning rank keeps the core from the one it waits for */
-    e->spin_ns = crowded ? 0 : 50000;
-    e->yields = crowded ? 8 : 0;
+    e->spins = crowded ? 1 : 400;
+    e->yield_ns = crowded ? 20000 : 50000;
     size_t fitting = (size_t)n << 16; /* 64 KiB for each rank: small enough to stay in the caches */
     e->window = window ? window : crowded ? WINDOW : fitting;
     if (e->window > WINDOW) e->window = WINDOW;

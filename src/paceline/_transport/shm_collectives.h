@@ -367,13 +367,13 @@ static int sleep_on(Engine *e, Op *op, int64_t until, int spin) {
     Control *c = control(e, op->awaited);
     uint64_t target = op->seq << 24 | next_tick(op);
     int64_t start = now_ns(), now = start, slice = 1000000;
-    while (spin && now - start < e->spin_ns) {
-        for (int i = 0; i < 50; i++, relax())
-            if (reached(e, op->awaited, target)) return DONE;
+    for (int i = 0; spin && i < e->spins; i++, relax())
+        if (reached(e, op->awaited, target)) return DONE;
+    while (spin && now - start < e->yield_ns) { /* the awaited rank may need this very core */
+        sched_yield();
+        if (reached(e, op->awaited, target)) return DONE;
         now = now_ns();
     }
-    for (int i = 0; i < e->yields; i++, sched_yield())
-        if (reached(e, op->awaited, target)) return DONE;
     for (;;) {
         atomic_fetch_add(&c->sleepers, 1);
         atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in advance */

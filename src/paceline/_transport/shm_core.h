@@ -133,8 +133,8 @@ typedef struct Engine {
     uint8_t *base[MAX_RANKS];
     int watch[MAX_RANKS]; /* readable or hung up when that rank's process is gone */
     uint64_t segment;
-    int64_t spin_ns;
-    int yields;
+    int spins;        /* looks at a flag before the core is offered to others */
+    int64_t yield_ns; /* and how long it is offered before going to sleep */
     size_t window, small, flat;
     uint64_t seq;
     Lane coll, pump;

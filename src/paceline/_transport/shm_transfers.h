@@ -280,8 +280,9 @@ static int64_t pump_turn(Lane *l, int64_t until, int spin) {
         if (moved) continue;
         if (!until) return AGAIN;
         int64_t now = now_ns();
-        if (spin && now - start < e->spin_ns) {
-            for (int i = 0; i < 50 && atomic_load(&me->bell) == heard; i++) relax();
+        if (spin && now - start < e->yield_ns) {
+            for (int i = 0; i < e->spins && atomic_load(&me->bell) == heard; i++) relax();
+            sched_yield();
             continue;
         }
         atomic_fetch_add(&me->bell_sleepers, 1);
