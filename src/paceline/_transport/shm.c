@@ -137,8 +137,10 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     }
     int crowded = n > cores; /* then a spinning rank keeps the core from the one it waits for */
     e->spins = crowded ? 1 : 400;
+    e->yields = crowded ? 4 : 64;
     e->yield_ns = crowded ? 20000 : 50000;
-    size_t fitting = (size_t)n << 16; /* 64 KiB for each rank: small enough to stay in the caches */
+    size_t fitting = WINDOW / 8; /* the buffers of a window stay in the caches */
+    if (fitting < (size_t)n << 13) fitting = (size_t)n << 13;
     e->window = window ? window : crowded ? WINDOW : fitting;
     if (e->window > WINDOW) e->window = WINDOW;
     e->small = SLOT;

@@ -369,7 +369,9 @@ static int sleep_on(Engine *e, Op *op, int64_t until, int spin) {
     int64_t start = now_ns(), now = start, slice = 1000000;
     for (int i = 0; spin && i < e->spins; i++, relax())
         if (reached(e, op->awaited, target)) return DONE;
-    while (spin && now - start < e->yield_ns) { /* the awaited rank may need this very core */
+    /* The awaited rank may need this very core. While both stay runnable the kernel moves one of them
+     * to an idle core; it does nothing for ranks that take turns sleeping. */
+    for (int i = 0; spin && (i < e->yields || now - start < e->yield_ns); i++) {
         sched_yield();
         if (reached(e, op->awaited, target)) return DONE;
         now = now_ns();

@@ -134,7 +134,8 @@ typedef struct Engine {
     int watch[MAX_RANKS]; /* readable or hung up when that rank's process is gone */
     uint64_t segment;
     int spins;        /* looks at a flag before the core is offered to others */
-    int64_t yield_ns; /* and how long it is offered before going to sleep */
+    int yields;       /* and how often, and how long, it is offered before going to sleep */
+    int64_t yield_ns;
     size_t window, small, flat;
     uint64_t seq;
     Lane coll, pump;
