@@ -331,15 +331,15 @@ def allocate_and_free(meeting: Meeting) -> None:
         assert group.allocate(0).numel() == 0
         with pytest.raises(MemoryError, match="no room"):
             group.allocate(1 << 60, torch.uint8)
-        outlives = group.allocate(1000)
-        other = torch.ones(1000)
+        outlives = group.allocate(10_000)
+        other = torch.ones(10_000)
         if meeting.rank == 0:  # one rank's tensor is shared, the other's is not
             outlives.fill_(1)
             group.all_reduce(outlives)
         else:
             group.all_reduce(other)
     outlives.fill_(7)
-    assert outlives.sum() == 7000
+    assert outlives.sum() == 70_000
 
 
 def test_allocated_memory_is_reduced_in_place_freed_and_outlives_the_group() -> None:

@@ -50,14 +50,15 @@ static void enter(Engine *e, Op *op) {
     c->tables = op->give || op->take;
     c->small = bytes <= e->small;
     int reduces = op->kind == ALL_REDUCE || op->kind == REDUCE;
+    int shared = gives(op, e->rank) && !op->src && (!reduces || op->in == op->out);
     if (reduces) c->small = bytes <= e->flat;
+    if (op->kind == ALL_REDUCE && shared && bytes > e->direct && offset_in_segment(e, op->in, bytes)) c->small = 0;
     if (c->tables)
         for (int r = 0; r < e->n; r++) {
             me->give[turn][r] = gives(op, e->rank) && is_personal(op) ? give_bytes(op, r) : bytes;
             me->take[turn][r] = takes(op, e->rank) && op->take ? op->take[r] : own_bytes(op);
         }
-    if (!c->small && gives(op, e->rank) && !op->src && (!reduces || op->in == op->out))
-        c->offset = offset_in_segment(e, op->in, bytes);
+    if (!c->small && shared) c->offset = offset_in_segment(e, op->in, bytes);
     if (c->small && bytes) {
         uint8_t *to = slot(e, e->rank, op->seq);
         if (!is_personal(op) || !op->src) memcpy(to, op->in, bytes);
@@ -193,9 +194,12 @@ static void two_phase_tick(Engine *e, Op *op, uint64_t t) {
 }
 
 static void plan_reduction(Engine *e, Op *op) {
-    int direct = op->kind == ALL_REDUCE;
-    for (int r = 0; r < e->n; r++) direct &= control(e, r)->call[op->seq & 1].offset != 0;
-    if (control(e, e->rank)->call[op->seq & 1].small) {
+    int direct = op->kind == ALL_REDUCE, small = 1;
+    for (int r = 0; r < e->n; r++) {
+        direct &= control(e, r)->call[op->seq & 1].offset != 0;
+        small &= control(e, r)->call[op->seq & 1].small;
+    }
+    if (small) {
         op->path = P_INLINE;
     } else if (direct) {
         op->path = P_DIRECT;
