@@ -54,7 +54,8 @@ static void *lane_thread(void *lane) {
     Lane *l = lane;
     pthread_mutex_lock(&l->mutex);
     while (!l->closing) {
-        if (!l->running && has_work(l)) drive(l, now_ns() + 20000000, l->engine->thread_spins);
+        /* no spinning here: beside a rank that computes it costs more than it gains, also with idle cores */
+        if (!l->running && has_work(l)) drive(l, now_ns() + 20000000, 0);
         else pthread_cond_wait(&l->changed, &l->mutex);
     }
     pthread_mutex_unlock(&l->mutex);
@@ -143,7 +144,6 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     if (fitting < (size_t)n << 13) fitting = (size_t)n << 13;
     e->window = window ? window : crowded ? WINDOW : fitting;
     if (e->window > WINDOW) e->window = WINDOW;
-    e->thread_spins = cores >= 2 * n;
     e->small = SLOT;
     e->direct = SLOT / 8; /* shared tensors above this are better reduced where they lie */
     e->flat = SLOT * 2 / n; /* every rank reads all of it: worth it while that is little */

@@ -136,7 +136,6 @@ typedef struct Engine {
     int spins;        /* looks at a flag before the core is offered to others */
     int yields;       /* and how often, and how long, it is offered before going to sleep */
     int64_t yield_ns;
-    int thread_spins; /* whether the lanes' threads may do so as well: there are cores to spare */
     size_t window, small, flat, direct;
     uint64_t seq;
     Lane coll, pump;
