@@ -9,6 +9,7 @@ stranger on the host gets nothing. The same descriptors are the segments that ``
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -107,7 +108,7 @@ def meet_neighbours(
     clock = Clock(timeout)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(b"\0paceline-" + secrets.token_hex(16).encode())
-        listener.listen(size)
+        listener.listen(socket.SOMAXCONN)  # strangers in the queue must not keep ranks out
         card = Card(listener.getsockname(), secrets.token_bytes(16), nonce, unable)
         _put(store, f"card/{rank}", card)
         keys = [f"card/{r}" for r in range(size)]
@@ -175,6 +176,9 @@ class _Handshake:
         except (ConnectionError, FileNotFoundError, PermissionError):
             call.close()
             return None
+        except BaseException:
+            call.close()
+            raise
         return call
 
     def _be_called(self, listener: socket.socket, expected: set[int]) -> None:
@@ -184,7 +188,8 @@ class _Handshake:
             guest, _ = listener.accept()
             with guest:
                 try:
-                    token, who, has_pidfd, fd = self._receive(guest)
+                    # a rank has said hello before it is let in; who is silent is a stranger
+                    token, who, has_pidfd, fd = self._receive(guest, 1.0)
                 except (ConnectionError, TimeoutError):
                     continue
                 known = secrets.compare_digest(token, self.cards[self.rank].token)
@@ -202,8 +207,10 @@ class _Handshake:
         hello = _HELLO.pack(token, self.rank, watch is not None)
         socket.send_fds(connection, [hello], [self.segment])
 
-    def _receive(self, connection: socket.socket) -> tuple[bytes, int, bool, int]:
-        connection.settimeout(self.clock.left())
+    def _receive(
+        self, connection: socket.socket, patience: float = math.inf
+    ) -> tuple[bytes, int, bool, int]:
+        connection.settimeout(min(self.clock.left(), patience))
         data, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         if len(data) != _HELLO.size or len(fds) != 1:
             for fd in fds:
