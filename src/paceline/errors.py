@@ -19,6 +19,7 @@
     │   ├── CollectiveTimeoutError a rank did not come in time                  (TimeoutError)
     │   │   └── MonitoredBarrierError  …to a monitored barrier
     │   └── GroupClosedError       this rank shut the group down, or aborted it
+    ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
     ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
     └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
 
@@ -52,6 +53,7 @@ __all__ = [
     "UnknownBackendError",
     "UnknownOptionError",
     "UnsupportedError",
+    "WaitTimeoutError",
 ]
 
 
@@ -294,6 +296,19 @@ class GroupClosedError(GroupError):
     def __str__(self) -> str:
         did = "aborted" if self.aborted else "shut down"
         return f"{self._here()} failed: this group was {did} on this rank. Make a new group."
+
+
+@dataclass(eq=False)
+class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
+    """``Work.wait(timeout)`` gave up; the work itself goes on and can be waited for again."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"Wait timeout: not done after {self.seconds:g} s. The collective goes on, and its "
+            "tensors belong to it; wait again, or abort the group."
+        )
 
 
 @dataclass(eq=False)

@@ -285,3 +285,26 @@ def test_sparse_tensors_are_summed(backend: str) -> None:
     expected = torch.tensor([3.0, 1, 1, 1, 0]).unsqueeze(1).expand(5, 3)
     for result in spawn_ranks(3, reduce_sparse, backend):
         assert torch.equal(result, expected)
+
+
+def wait_too_briefly(meeting: Meeting, backend: str) -> None:
+    with meeting.new_group(backend) as group:
+        tensor = torch.ones(3)
+        store = meeting.store()
+        if meeting.rank == 0:
+            work = group.all_reduce(tensor, async_op=True)
+            with pytest.raises(TimeoutError) if backend == "shm" else pytest.raises(RuntimeError):
+                work.wait(timedelta(milliseconds=20))
+            store.set("waited", "yes")
+            if backend == "shm":  # gloo's work is lost with its wait
+                work.wait()
+                assert tensor.tolist() == [2, 2, 2]
+        else:
+            store.wait(["waited"])
+            if backend == "shm":
+                group.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wait_that_gives_up_raises_and_the_work_goes_on(backend: str) -> None:
+    spawn_ranks(2, wait_too_briefly, backend)

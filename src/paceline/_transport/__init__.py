@@ -3,8 +3,8 @@
 It has not heard of gradients, nor of what a tensor means.
 """
 
+from .clib import Operation
 from .codec import decode, encode
-from .library import Operation
 from .rendezvous import Clock, Neighbours, connected, fetch, meet_neighbours, prove_hosts
 from .shm import (
     DTYPE_CODES,

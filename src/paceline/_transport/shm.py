@@ -34,9 +34,9 @@ from ..errors import (
     PeerLeftError,
     RendezvousError,
 )
-from . import library as lib
+from . import clib
+from .clib import RUN, describe
 from .heap import Heap
-from .library import RUN, describe
 from .rendezvous import NONCE_BYTES, Neighbours, meet_neighbours
 
 MAX_RANKS = 64
@@ -69,13 +69,13 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float4_e2m1fn_x2,
 )
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-KIND_CODES = {kind: code for code, kind in enumerate(lib.KINDS)}
-REDUCTION_CODES = {name: code for code, name in enumerate(lib.REDUCTIONS)}
+KIND_CODES = {kind: code for code, kind in enumerate(clib.KINDS)}
+REDUCTION_CODES = {name: code for code, name in enumerate(clib.REDUCTIONS)}
 
 
 def unavailable() -> str:
     """Why shared memory cannot be used on this machine; empty when it can."""
-    loaded = lib.load()
+    loaded = clib.load()
     if isinstance(loaded, str):
         return loaded
     if not hasattr(os, "memfd_create"):
@@ -83,8 +83,8 @@ def unavailable() -> str:
     return ""
 
 
-def _library() -> ctypes.CDLL:
-    loaded = lib.load()
+def _functions() -> ctypes.CDLL:
+    loaded = clib.load()
     if isinstance(loaded, str):
         raise EngineUnavailableError("shm", loaded)
     return loaded
@@ -103,9 +103,9 @@ class Segment:
     """This rank's memory, mapped as long as the engine or a tensor uses it."""
 
     def __init__(self, size: int, nonce: bytes) -> None:
-        library = _library()
+        calls = _functions()
         self.fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
-        start = library.pl_heap_at(size)
+        start = calls.pl_heap_at(size)
         self.bytes = start + _heap_bytes(size)
         try:
             os.ftruncate(self.fd, self.bytes)
@@ -114,8 +114,8 @@ class Segment:
             os.close(self.fd)
             raise
         self.heap = Heap(start, self.bytes)
-        ctypes.memmove(self.address + library.pl_nonce_at(), nonce, NONCE_BYTES)
-        self._unmap = weakref.finalize(self, library.pl_unmap, self.address, self.bytes)
+        ctypes.memmove(self.address + calls.pl_nonce_at(), nonce, NONCE_BYTES)
+        self._unmap = weakref.finalize(self, calls.pl_unmap, self.address, self.bytes)
         self._unmap.atexit = False
 
     def close_file(self) -> None:
@@ -139,12 +139,12 @@ class Segment:
         size = self.heap.give_back(start)
         first, last = -(-start // 4096) * 4096, (start + size) // 4096 * 4096
         if last - first >= 1 << 20:  # back to the system; smaller ones are soon used again
-            _library().pl_discard(self.address + first, last - first)
+            _functions().pl_discard(self.address + first, last - first)
 
 
 def map_segment(fd: int, size: int) -> int:
     """Map a segment and return its address."""
-    address = _library().pl_map(fd, size)
+    address = _functions().pl_map(fd, size)
     if not address:
         raise EngineUnavailableError("shm", f"{size} bytes of shared memory cannot be mapped")
     return int(address)
@@ -154,16 +154,16 @@ class _Resources:
     """What an engine holds of the system; released once, by whoever comes first."""
 
     def __init__(self, segment: Segment, met: Neighbours) -> None:
-        self.library = _library()
+        self.calls = _functions()
         self.segment = segment
         self.met = met
         self.peers: dict[int, int] = {}
         self.engine: int | None = None
-        self.operations: dict[int, lib.Operation] = {}  # started and not seen to end
+        self.operations: dict[int, clib.Operation] = {}  # started and not seen to end
         _all_here.add(self)
 
     def map_peers(self) -> None:
-        at = self.library.pl_nonce_at()
+        at = self.calls.pl_nonce_at()
         for r, fd in self.met.segments.items():
             self.peers[r] = address = map_segment(fd, self.segment.bytes)
             if ctypes.string_at(address + at, NONCE_BYTES) != self.met.nonces[r]:
@@ -173,15 +173,15 @@ class _Resources:
         engine, self.engine = self.engine, None
         if engine is not None:
             if at_once and self.operations:
-                self.library.pl_abort(engine)
+                self.calls.pl_abort(engine)
             for address in self.operations:
-                while self.library.pl_wait(address, PATIENCE_NS) == lib.AGAIN:
+                while self.calls.pl_wait(address, PATIENCE_NS) == clib.AGAIN:
                     pass
-            self.library.pl_leave(engine)
-            self.library.pl_close(engine)
+            self.calls.pl_leave(engine)
+            self.calls.pl_close(engine)
         self.operations.clear()
         for address in self.peers.values():
-            self.library.pl_unmap(address, self.segment.bytes)
+            self.calls.pl_unmap(address, self.segment.bytes)
         self.peers.clear()
         self.met.close()
 
@@ -204,17 +204,17 @@ class Shm:
     def __init__(
         self, rank: int, size: int, segment: Segment, met: Neighbours, window: int
     ) -> None:
-        self._library = library = _library()
+        self._calls = calls = _functions()
         self.rank, self.size = rank, size
         self._lock = threading.Lock()
-        self._spare: list[lib.Operation] = []
+        self._spare: list[clib.Operation] = []
         self._resources = resources = _Resources(segment, met)
         # An engine that is dropped, or alive at exit, must not leave the others waiting.
         self._finalizer = weakref.finalize(self, resources.release, at_once=True)
         resources.map_peers()
         bases = [resources.peers.get(r, segment.address) for r in range(size)]
         watches = [met.watches.get(r, -1) for r in range(size)]
-        resources.engine = library.pl_open(
+        resources.engine = calls.pl_open(
             rank,
             size,
             (ctypes.c_void_p * size)(*bases),
@@ -223,7 +223,7 @@ class Shm:
             len(os.sched_getaffinity(0)),
             window,
         )
-        self._start, self._wait = library.pl_start, library.pl_wait
+        self._start, self._wait = calls.pl_start, calls.pl_wait
 
     @classmethod
     def open(
@@ -268,13 +268,16 @@ class Shm:
         source: int,
         target: int,
         timeout: float,
-        operation: lib.Operation | None = None,
-    ) -> lib.Operation:
+        operation: clib.Operation | None = None,
+    ) -> clib.Operation:
         """Do one operation here and now; raises what went wrong."""
         engine = self._resources.engine or self._alive(kind)
         spare = operation is None
         if operation is None:
-            operation = self._spare.pop() if self._spare else lib.Operation()
+            try:
+                operation = self._spare.pop()
+            except IndexError:  # another thread may have taken the last one
+                operation = clib.Operation()
         # fmt: off
         describe(
             operation, 0,
@@ -305,7 +308,7 @@ class Shm:
         source: int,
         target: int,
         timeout: float,
-        operation: lib.Operation,
+        operation: clib.Operation,
         *,
         quietly: bool = False,
     ) -> None:
@@ -316,7 +319,7 @@ class Shm:
         The memory behind the pointers stays with the engine until :meth:`wait` has returned or
         raised; put what must live that long into ``operation.keep``.
         """
-        mode = lib.SUBMIT_QUIETLY if quietly else lib.SUBMIT
+        mode = clib.SUBMIT_QUIETLY if quietly else clib.SUBMIT
         what = (self._alive(kind), kind, dtype, reduction, itemsize, root, mode, tag)
         describe(operation, 0, *what, int(timeout * 1e9), 0, count, source, target)
         address = addressof(operation)
@@ -330,10 +333,10 @@ class Shm:
         if len(self._resources.operations) < 64:
             return
         for address in list(self._resources.operations):
-            if self._library.pl_test(address):
+            if self._calls.pl_test(address):
                 del self._resources.operations[address]
 
-    def wait(self, operation: lib.Operation, seconds: float | None = None) -> bool:
+    def wait(self, operation: clib.Operation, seconds: float | None = None) -> bool:
         """Block until a submitted operation is done; raises what went wrong with it.
 
         With ``seconds``, False when it is not done by then; it goes on.
@@ -343,7 +346,7 @@ class Shm:
             patience = PATIENCE_NS if left is None else min(PATIENCE_NS, left)
             self._alive(operation.kind)
             status = self._wait(addressof(operation), patience)
-            if status != lib.AGAIN:
+            if status != clib.AGAIN:
                 break
             if left is not None:
                 left -= patience
@@ -355,51 +358,51 @@ class Shm:
             raise self._error(operation, status)
         return True
 
-    def done(self, operation: lib.Operation) -> bool:
+    def done(self, operation: clib.Operation) -> bool:
         """Whether a submitted operation has ended, well or badly."""
         if addressof(operation) not in self._resources.operations:
             return True
-        return bool(self._library.pl_test(addressof(operation)))
+        return bool(self._calls.pl_test(addressof(operation)))
 
     def poke(self) -> None:
         """Move the oldest collective along as far as it goes without waiting."""
         if self._resources.engine is not None:
-            self._library.pl_poke(self._resources.engine)
+            self._calls.pl_poke(self._resources.engine)
 
-    def _finish(self, operation: lib.Operation, status: int) -> None:
+    def _finish(self, operation: clib.Operation, status: int) -> None:
         """Stay with an operation that was started here until it ends."""
-        while status == lib.AGAIN:
+        while status == clib.AGAIN:
             status = self._wait(addressof(operation), PATIENCE_NS)
         if status:
             raise self._error(operation, status)
 
-    def _give_up(self, operation: lib.Operation) -> None:
+    def _give_up(self, operation: clib.Operation) -> None:
         """After an interrupt: neither the other ranks nor the engine may go on with it."""
         address = addressof(operation)
-        if not self._library.pl_test(address):
-            self._library.pl_abort(operation.engine)
-            while self._wait(address, PATIENCE_NS) == lib.AGAIN:
+        if not self._calls.pl_test(address):
+            self._calls.pl_abort(operation.engine)
+            while self._wait(address, PATIENCE_NS) == clib.AGAIN:
                 pass
 
     def _alive(self, kind: int) -> int:
         engine = self._resources.engine
         if engine is None:
-            raise GroupClosedError(self.rank, lib.KINDS[kind], 0, (self.rank,))
+            raise GroupClosedError(self.rank, clib.KINDS[kind], 0, (self.rank,))
         return engine
 
     # -- what went wrong ----------------------------------------------------------------------
 
-    def _error(self, operation: lib.Operation, status: int) -> PacelineError:
-        name, sequence = lib.KINDS[operation.kind], operation.sequence
+    def _error(self, operation: clib.Operation, status: int) -> PacelineError:
+        name, sequence = clib.KINDS[operation.kind], operation.sequence
         ranks = [r for r in range(self.size) if operation.culprits >> r & 1]
         here = (self.rank, name, sequence, ranks)
-        if status == lib.MISMATCH:
+        if status == clib.MISMATCH:
             return self._mismatch(operation)
-        if status == lib.PEER_DIED:
+        if status == clib.PEER_DIED:
             return PeerDiedError(*here, reporter=operation.reporter)
-        if status in (lib.PEER_LEFT, lib.PEER_ABORTED):
-            return PeerLeftError(*here, aborted=status == lib.PEER_ABORTED)
-        if status == lib.TIMED_OUT:
+        if status in (clib.PEER_LEFT, clib.PEER_ABORTED):
+            return PeerLeftError(*here, aborted=status == clib.PEER_ABORTED)
+        if status == clib.TIMED_OUT:
             behind = () if name in ("send", "recv") else [self._position(r) for r in ranks]
             return CollectiveTimeoutError(
                 *here,
@@ -409,9 +412,9 @@ class Shm:
             )
         return GroupClosedError(self.rank, name, sequence, (self.rank,), aborted=True)
 
-    def _mismatch(self, operation: lib.Operation) -> MismatchError:
-        def tell(call: lib.CallRecord, size: int) -> str:
-            name, dtype = lib.KINDS[call.kind], DTYPES[call.dtype]
+    def _mismatch(self, operation: clib.Operation) -> MismatchError:
+        def tell(call: clib.CallRecord, size: int) -> str:
+            name, dtype = clib.KINDS[call.kind], DTYPES[call.dtype]
             if name == "barrier":
                 return "barrier()"
             if name in ("send", "recv"):
@@ -420,7 +423,7 @@ class Shm:
             if operation.bytes_a or operation.bytes_b:
                 parts.append(f"{size} bytes between the two")
             if name in ("all_reduce", "reduce", "reduce_scatter"):
-                parts.append(lib.REDUCTIONS[call.reduce].upper())
+                parts.append(clib.REDUCTIONS[call.reduce].upper())
             if name in ("reduce", "broadcast", "gather", "scatter"):
                 parts.append(f"root {call.root}")
             return f"{name}({', '.join(parts)})"
@@ -435,11 +438,11 @@ class Shm:
         )
 
     def _position(self, rank: int) -> str:
-        call = lib.CallRecord()
-        sequence = self._library.pl_position(self._resources.engine, rank, ctypes.byref(call))
+        call = clib.CallRecord()
+        sequence = self._calls.pl_position(self._resources.engine, rank, ctypes.byref(call))
         if sequence == 0:
             return f"rank {rank} has not called anything yet"
-        return f"rank {rank} in operation {sequence} ({lib.KINDS[call.kind]})"
+        return f"rank {rank} in operation {sequence} ({clib.KINDS[call.kind]})"
 
     # -- memory and the end -------------------------------------------------------------------
 
@@ -456,12 +459,12 @@ class Shm:
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
         """Whether the engine has a loop for this."""
-        return bool(self._library.pl_reduces(DTYPE_CODES[dtype], REDUCTION_CODES[reduction]))
+        return bool(self._calls.pl_reduces(DTYPE_CODES[dtype], REDUCTION_CODES[reduction]))
 
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group; safe from any thread."""
         if self._resources.engine is not None:
-            self._library.pl_abort(self._resources.engine)
+            self._calls.pl_abort(self._resources.engine)
 
     def close(self) -> None:
         """Leave the group: wait for what this rank started, then give everything back."""

@@ -74,7 +74,7 @@ typedef struct {
 } Header;
 
 typedef struct Op {
-    /* what is asked; _LAYOUT in library.py has the same fields up to `out` */
+    /* what is asked; _LAYOUT in clib.py has the same fields up to `out` */
     struct Engine *engine;
     uint32_t kind, dtype, reduce, itemsize;
     int32_t root, mode; /* root: of a rooted collective, or the peer of a transfer, -1 for any */

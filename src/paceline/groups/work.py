@@ -18,6 +18,8 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 from typing_extensions import Self
 
+from ..errors import WaitTimeoutError
+
 Finisher = Callable[[BaseException | None], object]
 
 
@@ -64,14 +66,16 @@ class Work(TorchWork):
         return self
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until done; False after ``timeout``, when it still goes on."""
+        """Block until done. After ``timeout`` it raises, as torch's does, and the work goes on."""
         if not self._ended:
+            seconds = seconds_of(timeout)
             try:
-                if not self._block(seconds_of(timeout)):
-                    return False
+                over = self._block(seconds)
             except BaseException as error:
                 self._end(error)
             else:
+                if not over:
+                    raise WaitTimeoutError(seconds or 0.0)
                 self._end(None)
         if self._error is not None:
             raise self._error
