@@ -105,7 +105,11 @@ class Group(Collectives):
         """The same, as torch asks for it."""
         return self.backend
 
-    getBackendName = _get_backend_name = name
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """What torch's C++ sees; it would look for torch's own engine under the name of gloo."""
+        return "paceline_gloo" if self.backend == "gloo" else self.backend
 
     def getGroupName(self) -> str:
         """The name the group is registered under; empty while it is not."""

@@ -71,6 +71,9 @@ class TorchEngine:
 
     def __init__(self, inner: ProcessGroup, backend: str, device: torch.device) -> None:
         self.inner = inner
+        # gloo's destructor joins threads that may want the GIL, and only torch's own wrappers let
+        # go of it first: they must be the last to hold the engine, and attributes go in order.
+        self._last = [inner._get_backend(d) for d in inner._device_types]
         self.device = device
         self.watcher = Watcher(f"paceline-{backend}-futures")
         devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
@@ -86,13 +89,16 @@ class TorchEngine:
         )
 
     def lend_to(self, group: ProcessGroup) -> None:
-        """Let torch's C++ find the engine in ``group``: it asks there for gloo and nccl by name."""
-        kind = getattr(ProcessGroup.BackendType, self.capabilities.backend.upper(), None)
-        if type(self.inner) is not ProcessGroup or kind is None:
+        """Let torch's C++ find NCCL in ``group``, where it asks for it by name.
+
+        gloo is not lent: C++ that holds a group could then be the last to hold the engine.
+        """
+        if type(self.inner) is not ProcessGroup or self.capabilities.backend != "nccl":
             return
         for device in self.inner._device_types:
-            ProcessGroup._register_backend(group, device, kind, self.inner._get_backend(device))
-        ProcessGroup._set_default_backend(group, kind)
+            backend = self.inner._get_backend(device)
+            ProcessGroup._register_backend(group, device, ProcessGroup.BackendType.NCCL, backend)
+        ProcessGroup._set_default_backend(group, ProcessGroup.BackendType.NCCL)
 
     def run(self, call: Call) -> None:
         work = self.start(call)
