@@ -242,6 +242,27 @@ def test_a_hook_that_raises_stops_the_call_before_anything_is_sent() -> None:
     assert run_ranks(2, one_rank) == [1.0, 1.0]
 
 
+def test_a_scaled_sum_leaves_the_tensor_alone_when_the_call_is_stopped() -> None:
+    def one_rank(group: Group) -> list[float]:
+        def refuse(call: Call) -> None:
+            raise KeyError(call.kind)
+
+        half = torch.distributed._make_nccl_premul_sum(0.5)
+        tensor = torch.full((2,), 4.0)
+        handle = group.register_hooks(before=refuse)
+        with pytest.raises(KeyError):
+            group.all_reduce(tensor, half)
+        assert tensor.tolist() == [4.0, 4.0]
+        handle.remove()
+        strided = torch.full((2, 2), 4.0).t()
+        group.all_reduce(strided, half)
+        assert (strided == 4.0).all()
+        group.all_reduce(tensor, half)
+        return tensor.tolist()
+
+    assert run_ranks(2, one_rank) == [[4.0, 4.0], [4.0, 4.0]]
+
+
 def test_a_group_is_a_context_and_its_timeout_can_be_changed() -> None:
     def one_rank(group: Group) -> None:
         group.set_timeout(timedelta(seconds=7))

@@ -5,7 +5,7 @@ It has not heard of gradients, nor of what a tensor means.
 
 from .clib import Operation
 from .codec import decode, encode
-from .rendezvous import Clock, Neighbours, connected, fetch, meet_neighbours, prove_hosts
+from .rendezvous import Clock, fetch, prove_hosts
 from .shm import (
     DTYPE_CODES,
     KIND_CODES,
@@ -23,15 +23,12 @@ __all__ = [
     "MAX_RANKS",
     "REDUCTION_CODES",
     "Clock",
-    "Neighbours",
     "Operation",
     "Shm",
     "byte_table",
-    "connected",
     "decode",
     "encode",
     "fetch",
-    "meet_neighbours",
     "pointer_table",
     "prove_hosts",
     "unavailable",

@@ -419,13 +419,13 @@ class Collectives(ProcessGroup):
         call = Call(kind, inputs, outputs, reduction, root, tag, *splits, seconds)
         call.sequence = next(self._sequence)
         if reduction == "premul_sum":
-            call.reduction = "sum"  # checked as what it becomes
+            call.reduction, call.factor = "sum", factor_of(op)
         self._checker.check(call)
-        if reduction == "premul_sum":
-            scale(call, factor_of(op))
         finisher = make_dense(call, self._rank)
         if self._hooks or finisher is not None:
             return self._observed(call, async_op, finisher)
+        if call.factor is not None:
+            scale(call, call.factor)
         if async_op:
             return self._collected(self._engine.start(call))
         self._engine.run(call)
@@ -440,6 +440,8 @@ class Collectives(ProcessGroup):
             if hook.before is not None:
                 hook.before(call)
         wanted = call.outputs
+        if call.factor is not None:
+            scale(call, call.factor)
 
         def end(error: BaseException | None) -> None:
             if finisher is not None:

@@ -52,8 +52,7 @@ def _refuse_overlap(call: Call, rank: int) -> None:
 
 
 def scale(call: Call, factor: float | Tensor) -> None:
-    """Turn a PREMUL_SUM into a sum of scaled inputs."""
-    call.reduction = "sum"
+    """Multiply the inputs beforehand; the last thing before an engine gets them."""
     if call.outputs is call.inputs:
         for tensor in call.inputs:
             tensor.mul_(factor)

@@ -66,6 +66,7 @@ class Call:
     input_splits: Sequence[int] = ()
     output_splits: Sequence[int] = ()
     timeout: float = 0.0  # seconds
+    factor: float | Tensor | None = None  # what a PREMUL_SUM, by then a sum, multiplies by before
     sequence: int = 0  # how many calls this rank has made on the group, this one included
 
     @property
