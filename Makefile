@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -26,13 +26,17 @@ demo: $(READY) ## train a small model on several processes
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest
 
+parity: $(READY) ## run PyTorch's own distributed tests on paceline
+	$(BIN)/python -m tests.parity.runner
+
 check: $(READY) ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY) ## measure the collectives against torch's
+bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/step.py
 
 clean: ## remove the environment and everything built
 	rm -rf .venv build dist src/*.egg-info src/paceline/_transport/*.so

@@ -23,13 +23,11 @@ Every rank computes with one thread. Numbers are medians, in brackets the 10th a
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib.util
 import itertools
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -42,6 +40,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from report import Log, describe_machine, digits, row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -294,10 +293,6 @@ def run_mpi(ranks: int, size: int, seconds: float) -> list[float]:
 # -- words ------------------------------------------------------------------------------------
 
 
-def row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def show(spans: Sequence[float] | None) -> str:
     """Median and spread, in a unit that suits it."""
     if not spans:
@@ -307,11 +302,6 @@ def show(spans: Sequence[float] | None) -> str:
     scale, unit = next(u for u in ((1e6, "us"), (1e3, "ms"), (1.0, "s")) if median * u[0] < 1000)
     value, low, high = (digits(x * scale) for x in (median, deciles[0], deciles[-1]))
     return f"{value} {unit} ({low}-{high})"
-
-
-def digits(number: float) -> str:
-    """Three of them, and never an exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def read_size(text: str) -> int:
@@ -328,41 +318,12 @@ def show_size(size: int) -> str:
     return f"{size / (1 << 20):g} MiB"
 
 
-def describe_machine() -> str:
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"Machine: {cpu_name()}, {cores} cores, {platform.machine()}, Linux {platform.release()}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}."
-    )
-
-
-def cpu_name() -> str:
-    """As lscpu knows it; ARM's /proc/cpuinfo has numbers only."""
-    try:
-        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return platform.processor() or "unknown processor"
-    facts = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
-    return f"{facts.get('Vendor ID', '').strip()} {facts.get('Model name', '').strip()}".strip()
-
-
 def memory_left() -> int:
     """Bytes that can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) << 10
     return sys.maxsize
-
-
-class Log:
-    """Prints line by line what the file gets in the end."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, text: str = "") -> None:
-        self.lines.append(text)
-        print(text, flush=True)
 
 
 # -- the run ----------------------------------------------------------------------------------

@@ -46,6 +46,31 @@ def test_the_demo_ends_with_an_error_when_its_ranks_do() -> None:
 
 
 @needs_shm
+def test_uneven_ranks_with_exact_weights_learn_what_one_process_does(tmp_path: Path) -> None:
+    picture = tmp_path / "uneven.png"
+    lines = run("examples/uneven.py", "--quick", "--save", str(picture), deadline=180)
+    few, many = (int(line.split()[2]) for line in lines[:2])  # batches
+    assert 2 <= few < many
+    means, exact, drawn = lines[-3:]
+    assert float(means.split()[-4]) > 1e-2
+    assert float(exact.split()[-4]) < 1e-4
+    assert picture.exists() == drawn.startswith("drawn in")
+
+
+@needs_shm
+def test_the_benchmark_of_join_saves_what_it_printed(tmp_path: Path) -> None:
+    saved = tmp_path / "join.md"
+    few = ["--models", "small", "--rounds", "1", "--save", str(saved)]
+    lines = run("benchmarks/join.py", *few, deadline=180)
+    assert saved.read_text().splitlines() == lines
+    assert [line.split("|")[2].strip() for line in lines[-3:]] == [
+        "torch, gloo",
+        "paceline, gloo",
+        "paceline, shm",
+    ]
+
+
+@needs_shm
 def test_the_benchmark_measures_and_saves_what_it_printed(tmp_path: Path) -> None:
     saved = tmp_path / "results.md"
     small = ["--ranks", "2", "--sizes", "4K", "--seconds", "0.2", "--no-mpi", "--no-ddp"]

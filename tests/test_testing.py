@@ -390,17 +390,18 @@ def test_threads_return_in_rank_order_and_closures_will_do() -> None:
 
 
 def test_threads_are_of_this_process_and_end() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     def one_rank(group: Group) -> tuple[int, str]:
         group.all_reduce(torch.ones(1), async_op=True).wait()
         return os.getpid(), threading.current_thread().name
 
     assert run_ranks(2, one_rank) == [(os.getpid(), "rank 0"), (os.getpid(), "rank 1")]
-    for thread in threading.enumerate():
+    started = set(threading.enumerate()) - before
+    for thread in started:
         if thread.name.startswith("paceline-threads"):  # told to end when the group was shut down
             thread.join(10.0)
-    assert threading.active_count() <= before
+    assert not [thread for thread in started if thread.is_alive()]
 
 
 def test_a_failing_thread_frees_those_that_wait_and_comes_first() -> None:

@@ -3,12 +3,22 @@
 ::
 
     errors.py      every error we raise
+    policies.py    settings
+    install.py     makes torch's names mean ours, and back
+    ddp/           what the user wraps: DistributedDataParallel
+    join/          ranks with unequal amounts of data
+    data.py        samplers for uneven shards
+    metrics.py     reductions over uneven shards
+    _reducer/      gradients in, averages out; reducer.py says how a backward pass goes
     groups/        process groups as objects; documented in groups/group.py
     _transport/    moves bytes: shared memory, how ranks meet, objects without pickle
     testing.py     ranks as threads and as processes, for your own tests
 """
 
-from . import errors, groups
+from typing import Any
+
+from . import data, ddp, errors, groups, join, metrics
+from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
 from .groups import (
     Group,
     ProcessGroup,
@@ -21,21 +31,53 @@ from .groups import (
     process_group,
     register_backend,
 )
+from .install import install, uninstall
+from .join import Join, Joinable, JoinHook
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "DistributedDataParallel",
     "Group",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "ProcessGroup",
     "ProcessGroupFactory",
     "ReduceOp",
     "Store",
+    "SyncBatchNorm",
     "Work",
     "__version__",
     "current_process_group",
+    "data",
+    "ddp",
     "errors",
     "groups",
+    "install",
+    "join",
+    "metrics",
     "new_group",
+    "parallelize",
     "process_group",
     "register_backend",
+    "replica_of",
+    "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that PyTorch's own tests look for in the place of torch's private ones."""
+    from . import policies
+
+    private = {
+        "_BucketCapacityConfig": policies.BucketCaps,
+        "_MixedPrecision": ddp._MixedPrecision,
+        "_DEFAULT_BUCKET_CAP_MB": policies.DEFAULT_CAP_MIB,
+        "_MB_TO_BYTES": policies.MIB,
+        "_dump_DDP_relevant_env_vars": ddp.dump_environment,
+        "__peer_setup__": lambda: ddp.set_strict(True),
+    }
+    if name in private:
+        return private[name]
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

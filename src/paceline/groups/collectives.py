@@ -29,7 +29,7 @@ from ..errors import CollectiveArgumentError, GroupClosedError
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
-from .work import FINISHED, Finisher, Together, Watcher, Work, Wrapped, seconds_of
+from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
 
 Timeout = timedelta | float | None
 Op = ReduceOp | ReduceOp.RedOpType
@@ -96,6 +96,16 @@ class Collectives(ProcessGroup):
         if isinstance(tensors[0], Tensor) and tensors[0].is_sparse:
             return self._sparse_all_reduce(tensors[0], op, timeout)
         return self._do("all_reduce", tensors, tensors, timeout, async_op, op)
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
+    ) -> TorchWork:
+        """:meth:`all_reduce` that returns at once.
+
+        ``quiet``: no thread of the engine's works at it where the engine leaves that to us; it
+        moves in :meth:`~Group.progress` and when somebody waits.
+        """
+        return self._do("all_reduce", (tensor,), (tensor,), None, True, op, quiet=quiet)
 
     def all_reduce_coalesced(
         self,
@@ -411,13 +421,14 @@ class Collectives(ProcessGroup):
         root: Any = -1,
         tag: int = 0,
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        quiet: bool = False,
     ) -> TorchWork:
         if self._closed:
             self._alive(kind)
         seconds = self._timeout if timeout is None else self._seconds(timeout)
         reduction = "" if op is None else reduction_of(op)
         call = Call(kind, inputs, outputs, reduction, root, tag, *splits, seconds)
-        call.sequence = next(self._sequence)
+        call.sequence, call.quiet = next(self._sequence), quiet
         if reduction == "premul_sum":
             call.reduction, call.factor = "sum", factor_of(op)
         self._checker.check(call)
@@ -503,7 +514,7 @@ class Collectives(ProcessGroup):
                 torch.cat(indices).t(), torch.cat(values), tensor.shape
             ).coalesce()
         tensor.copy_(total / self._size if reduction == "avg" else total)
-        return FINISHED
+        return Finished((tensor,))
 
     def _seconds(self, timeout: Timeout) -> float:
         if timeout is None:

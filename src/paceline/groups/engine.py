@@ -67,6 +67,7 @@ class Call:
     output_splits: Sequence[int] = ()
     timeout: float = 0.0  # seconds
     factor: float | Tensor | None = None  # what a PREMUL_SUM, by then a sum, multiplies by before
+    quiet: bool = False  # a started call waits for progress() rather than for a thread
     sequence: int = 0  # how many calls this rank has made on the group, this one included
 
     @property

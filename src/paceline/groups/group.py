@@ -12,6 +12,7 @@ has what a group is: who is in it, where it ends, and which other groups come ou
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -319,8 +320,13 @@ class Group(Collectives):
         if isinstance(inner, Group):
             return inner
         device = torch.device(device)
-        engine = TorchEngine(inner, inner.name(), device)
-        timeout = timedelta(minutes=30)
+        name, timeout = inner.name(), timedelta(minutes=30)
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # a group written in Python has none
+            backend = inner._get_backend(device)
+            name, timeout = backend.name(), backend.options._timeout
+        engine = TorchEngine(inner, name, device)
         return cls(engine, inner.rank(), inner.size(), timeout=timeout, device=device)
 
     # -- torch's world ------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class ShmEngine:
         arguments = self._DESCRIBE[call.kind](self, call)
         operation = arguments[-1] or Operation()
         operation.keep = (call.inputs, call.outputs, operation.keep)
-        self.shm.submit(*arguments[:-1], operation)
+        self.shm.submit(*arguments[:-1], operation, quietly=call.quiet)
         return ShmWork(self, operation, call.outputs or call.inputs)
 
     def _reduction(self, call: Call) -> _Arguments:

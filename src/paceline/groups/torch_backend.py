@@ -73,7 +73,8 @@ class TorchEngine:
         self.inner = inner
         # gloo's destructor joins threads that may want the GIL, and only torch's own wrappers let
         # go of it first: they must be the last to hold the engine, and attributes go in order.
-        self._last = [inner._get_backend(d) for d in inner._device_types]
+        self._last = [inner._get_backend(d) for d in _devices_of(inner)]
+        self._is_torchs = type(inner) is ProcessGroup
         self.device = device
         self.watcher = Watcher(f"paceline-{backend}-futures")
         devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
@@ -139,7 +140,8 @@ class TorchEngine:
         options = c10d.AllreduceOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
-        return self.inner.allreduce(list(map(_real, call.outputs)), options)
+        work = self.inner.allreduce(list(map(_real, call.outputs)), options)
+        return work if self._is_torchs else _Foreign(work, call.outputs, self.watcher)
 
     def _reduce(self, call: Call) -> TorchWork:
         options = c10d.ReduceOptions()
@@ -328,6 +330,19 @@ class TorchEngine:
     def shutdown(self) -> None:
         self.inner.shutdown()
         self.watcher.close()
+
+
+class _Foreign(Wrapped):
+    """The work of a group written in Python, which may do its part in its future only."""
+
+    def _block(self, seconds: float | None) -> bool:
+        self._inner.get_future().wait()
+        return super()._block(seconds)
+
+
+def _devices_of(inner: ProcessGroup) -> list[torch.device]:
+    """Devices it has engines for; a group written in Python does its work itself."""
+    return list(inner._device_types) if type(inner) is ProcessGroup else []
 
 
 def _real(tensor: Tensor) -> Tensor:

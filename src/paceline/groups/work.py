@@ -195,17 +195,24 @@ class Watcher:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Future[None], Work] | None] | None = None
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def open(self, gate: Future[None], work: Work) -> None:
         """Complete ``gate`` when ``work`` ends, well or badly."""
+        if threading.current_thread() is self._thread:  # a callback that will wait for this
+            one: queue.SimpleQueue[tuple[Future[None], Work] | None] = queue.SimpleQueue()
+            one.put((gate, work))
+            one.put(None)
+            threading.Thread(target=self._serve, args=(one,), name=self._name, daemon=True).start()
+            return
         with self._lock:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
-                thread = threading.Thread(
+                self._thread = threading.Thread(
                     target=self._serve, args=(self._queue,), name=self._name, daemon=True
                 )
-                thread.start()
+                self._thread.start()
             self._queue.put((gate, work))
 
     @staticmethod

@@ -1,0 +1,303 @@
+"""Bucket: gradients that travel together, and their life within one backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work as TorchWork
+from torch.futures import Future
+
+from ..errors import BucketPhaseError, CommHookError
+from ..groups import FINISHED, Group, ReduceOp
+from .tensors import like, local, settled, view_for
+
+
+class Phase(Enum):
+    """Life of a bucket within one backward pass, in order."""
+
+    FILLING = auto()  # waits for gradients
+    IN_FLIGHT = auto()  # the group, or a communication hook, owns the buffer
+    REDUCED = auto()  # the averages may be read
+
+
+Hook = Callable[["GradBucket"], "Future[Tensor]"]
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """Gradients that travel together, in one flat buffer.
+
+    ``views[i]`` is the stretch of ``buffer`` that belongs to ``params[i]``, and ``grads[i]`` the
+    same as what its ``.grad`` may be. While the bucket is filled, gradients are *taken*: copied in,
+    and ``.grad`` is None from then on, so that whatever arrives later is seen and spoils nothing.
+    A gradient that was accumulated in its stretch is there already.
+    """
+
+    index: int
+    numbers: tuple[int, ...]  # of the parameters, in the reducer's count
+    params: tuple[nn.Parameter, ...]
+    buffer: Tensor  # the gradients, and behind them the header if it rides here
+    views: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+    lends: bool  # .grad becomes a stretch of the buffer
+    phase: Phase = Phase.FILLING
+    taken: set[int] = field(default_factory=set)  # slots
+    absent: set[int] = field(default_factory=set)  # slots that had nothing to give
+    kept: dict[int, Tensor] = field(default_factory=dict)  # slot → the object .grad was
+    work: TorchWork = FINISHED
+    future: Future[Tensor] | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        index: int,
+        numbers: Sequence[int],
+        params: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        dtype: torch.dtype | None = None,
+        lends: bool = True,
+        extra: int = 0,
+    ) -> Bucket:
+        """A bucket for ``params`` in memory that ``group`` likes, and ``extra`` elements more."""
+        mine = [local(p) for p in params]
+        dtype = dtype or mine[0].dtype
+        sizes = [p.numel() for p in mine]
+        buffer = _memory(group, sum(sizes) + extra, dtype, mine[0].device)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        views = tuple(view_for(buffer, at, p) for at, p in zip(starts, params, strict=True))
+        grads = tuple(like(v, p) for v, p in zip(views, params, strict=True))
+        lends = lends and dtype == mine[0].dtype
+        return cls(index, tuple(numbers), tuple(params), buffer, views, grads, lends)
+
+    @property
+    def payload(self) -> Tensor:
+        """The gradients, without what rides behind them."""
+        return self.buffer[: sum(view.numel() for view in self.views)]
+
+    def take(self, slots: Sequence[int], scale: float) -> None:
+        """Move these gradients in, times ``scale``; a missing one counts as zeros."""
+        self._require(Phase.FILLING)
+        views, fresh = [], []
+        lends, params, all_views = self.lends, self.params, self.views
+        self.taken.update(slots)
+        for slot in slots:
+            param = params[slot]
+            grad = param.grad
+            if grad is None:
+                self.absent.add(slot)
+                all_views[slot].zero_()
+                continue
+            param.grad = None
+            if grad is self.grads[slot]:
+                if scale != 1:
+                    all_views[slot].mul_(scale)
+                continue
+            if not lends or grad.requires_grad:
+                self.kept[slot] = grad
+            if type(grad) is not Tensor or grad.requires_grad:
+                grad = local(settled(grad.detach(), param))
+            if grad.is_sparse:
+                all_views[slot].zero_().add_(grad, alpha=scale)
+            else:
+                views.append(all_views[slot])
+                fresh.append(grad)
+        _copy(views, fresh, scale)
+
+    def missing(self) -> Sequence[int]:
+        """Slots that were not taken yet."""
+        slots = range(len(self.params))
+        return [slot for slot in slots if slot not in self.taken] if self.taken else slots
+
+    def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
+        """Start reducing over ``group``; returns at once."""
+        self._require(Phase.FILLING)
+        op = ReduceOp.AVG if average else ReduceOp.SUM
+        self.work = group.start_all_reduce(self.buffer, op, quiet=quiet)
+        self.phase = Phase.IN_FLIGHT
+
+    def launch_hook(self, hook: Hook, *, last: bool) -> None:
+        """Let ``hook`` reduce it."""
+        self._require(Phase.FILLING)
+        self.phase = Phase.IN_FLIGHT
+        future = hook(GradBucket(self, last=last))
+        if not isinstance(future, torch._C.Future):
+            raise CommHookError(type(future).__name__)
+        self.future = future
+
+    def wait(self) -> None:
+        """Block until the averages are in ``views``."""
+        self._require(Phase.IN_FLIGHT)
+        self.phase = Phase.REDUCED
+        self.work.wait()
+        if self.future is not None:
+            self._store(self.future.wait())
+        self.work, self.future = FINISHED, None
+
+    def abandon(self) -> None:
+        """Wait until nobody writes here any more, well or badly."""
+        with contextlib.suppress(Exception):
+            self.work.wait()
+        with contextlib.suppress(Exception):
+            if self.future is not None:
+                self.future.wait()
+
+    def _store(self, result: Any) -> None:
+        result = result[0] if isinstance(result, list | tuple) else result
+        payload = self.payload
+        if not isinstance(result, Tensor) or result.numel() != payload.numel():
+            raise CommHookError(
+                type(result).__name__ if not isinstance(result, Tensor) else str(result.shape),
+                expected=f"one tensor of {payload.numel()} elements",
+            )
+        if result.data_ptr() != payload.data_ptr():
+            payload.copy_(result.view(-1))
+
+    def give_back(self, slot: int) -> None:
+        """Set ``.grad`` to the average; for a gradient that is to stay its own, copy it there."""
+        param = self.params[slot]
+        kept = self.kept.pop(slot, None)
+        if kept is not None:
+            local(kept.detach()).copy_(self.views[slot])
+            param.grad = kept
+        elif self.lends:
+            param.grad = self.grads[slot]
+        else:
+            grad = torch.empty_like(param, requires_grad=False)
+            local(grad).copy_(self.views[slot])
+            param.grad = grad
+
+    def withhold(self, slot: int) -> None:
+        """Leave ``.grad`` as it was before the pass: nobody had a gradient."""
+        self.kept.pop(slot, None)
+
+    def reset(self) -> None:
+        """Be ready for the next pass."""
+        self.phase = Phase.FILLING
+        self.taken.clear()
+        self.absent.clear()
+        self.kept.clear()
+        self.work, self.future = FINISHED, None
+
+    def _require(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise BucketPhaseError(self.index, needed=phase.name, found=self.phase.name)
+
+
+class SparseBucket(Bucket):
+    """One parameter whose gradients are sparse; their entries travel, as many as there are."""
+
+    __slots__ = ()
+
+    @classmethod
+    def hold(cls, index: int, number: int, param: nn.Parameter) -> SparseBucket:
+        """A bucket for ``param``."""
+        return cls(index, (number,), (param,), _no_entries(param), (), (), lends=False)
+
+    @property
+    def payload(self) -> Tensor:
+        return self.buffer
+
+    def take(self, slots: Sequence[int], scale: float) -> None:
+        self._require(Phase.FILLING)
+        if not slots:
+            return
+        param = self.params[0]
+        grad, param.grad = param.grad, None
+        self.taken.add(0)
+        if grad is None:
+            self.absent.add(0)
+            self.buffer = _no_entries(param)
+            return
+        entries = grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)
+        self.buffer = entries * scale if scale != 1 else entries
+
+    def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
+        self._require(Phase.FILLING)
+        self.buffer = self.buffer.coalesce()
+        self.work = group.all_reduce(self.buffer, ReduceOp.AVG if average else ReduceOp.SUM)
+        self.phase = Phase.IN_FLIGHT
+
+    def _store(self, result: Any) -> None:
+        self.buffer = result[0] if isinstance(result, list | tuple) else result
+
+    def give_back(self, slot: int) -> None:
+        self.params[0].grad = self.buffer
+        self.buffer = _no_entries(self.params[0])
+
+    def withhold(self, slot: int) -> None:
+        self.buffer = _no_entries(self.params[0])
+
+
+class GradBucket:
+    """A bucket as communication hooks see it; the interface of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: Bucket, *, last: bool) -> None:
+        self._bucket = bucket
+        self._last = last
+        self._buffer = bucket.payload
+
+    def index(self) -> int:
+        """The bucket's place; buckets are launched in this order."""
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The same, each in the shape of its parameter."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        if self._buffer.data_ptr() == self._bucket.buffer.data_ptr():
+            return list(self._bucket.views)
+        sizes = [view.numel() for view in self._bucket.views]
+        parts = self._buffer.split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self._bucket.params, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters they belong to."""
+        return list(self._bucket.params)
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after this one in the pass."""
+        return self._last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another tensor of the same size in the place of the buffer."""
+        self._buffer = buffer
+
+    def __repr__(self) -> str:
+        return f"GradBucket({self.index()}, {self._buffer.numel()} x {self._buffer.dtype})"
+
+
+def _memory(group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu" and group.capabilities.in_place_memory:
+        return group.allocate(numel, dtype)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _copy(views: list[Tensor], fresh: list[Tensor], scale: float) -> None:
+    if scale != 1:
+        for view, grad in zip(views, fresh, strict=True):
+            if view.dtype == grad.dtype:
+                torch.mul(grad, scale, out=view)
+            else:
+                view.copy_(grad * scale)  # scaled first: a weighed sum may not fit 16 bits
+    elif len(views) == 1:
+        views[0].copy_(fresh[0])
+    elif views:
+        torch._foreach_copy_(views, fresh)
+
+
+def _no_entries(param: Tensor) -> Tensor:
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)

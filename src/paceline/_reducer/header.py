@@ -1,0 +1,101 @@
+"""The header: a few numbers that ride behind the gradients of the last bucket.
+
+It is reduced as they are, so it costs no collective of its own. After the reduction every rank
+knows the mean weight of the ranks, whether one is in trouble or has gradients that came too late,
+which ranks were active and which only stood in, and of each parameter on how many ranks a gradient
+reached it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FIXED = 4
+_IDLE = 2.0**-20  # above zero, and too little to count as use
+
+
+def length(ranks: int, params: int) -> int:
+    """How many elements a header for so many ranks and parameters has."""
+    return _FIXED + ranks + params
+
+
+def can_ride(dtype: torch.dtype) -> bool:
+    """Whether numbers of ``dtype`` hold a weight; in 16 bits a count of tokens would be rounded."""
+    return dtype in (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the ranks tell each other, after the reduction."""
+
+    weight: float  # mean over ranks
+    trouble: bool
+    late: bool
+    weighed: bool  # weights count; otherwise it is a plain mean
+    active: list[float]  # for each rank, above zero unless it stood in; less if it only owed
+    shares: list[float]  # for each parameter, the mean of what ranks said
+
+    @classmethod
+    def read(cls, memory: Tensor, ranks: int) -> Header:
+        """From the reduced elements; waits for the device they are on."""
+        values = memory.tolist()
+        trouble, late, weighed = (value > 0 for value in values[1:_FIXED])
+        start = _FIXED + ranks
+        active, shares = values[_FIXED:start], values[start:]
+        return cls(values[0], trouble, late, weighed, active, shares)
+
+    def active_ranks(self) -> list[int]:
+        """Those that had a pass of their own."""
+        return [rank for rank, share in enumerate(self.active) if share > 0]
+
+    def stepping_ranks(self) -> list[int]:
+        """Those of the active ones that go on; those that gave what they owed, if there are none.
+
+        A rank that has run out may still owe what it gathered before.
+        """
+        most = max(self.active)
+        return [rank for rank in self.active_ranks() if self.active[rank] > 0.75 * most]
+
+    def present(self, number: int) -> bool:
+        """Whether any rank had something to give for a parameter."""
+        return self.shares[number] > 0
+
+    def used(self, ranks: int) -> list[int]:
+        """For each parameter, how many ranks' graphs reached it in this pass."""
+        return [round(share * ranks) for share in self.shares]
+
+
+def write(
+    memory: Tensor,
+    scale: float,
+    ranks: int,
+    *,
+    weight: float = 1.0,
+    trouble: bool = False,
+    late: bool = False,
+    weighed: bool = False,
+    active: int | None = None,
+    owing: bool = False,
+    absent: Collection[int] = (),
+    idle: Collection[int] = (),
+) -> None:
+    """Say this rank's part; ``scale`` is what gradients are multiplied by on the way to a mean.
+
+    ``active`` is this rank, unless it only stands in; ``owing``: it has run out. ``absent``
+    parameters have no gradient, ``idle`` ones one that this pass did not touch.
+    """
+    memory.fill_(scale)
+    start = _FIXED + ranks
+    fixed = torch.zeros(start, dtype=memory.dtype)
+    fixed[:_FIXED] = torch.tensor([weight, trouble, late, weighed], dtype=memory.dtype) * scale
+    if active is not None:
+        fixed[_FIXED + active] = 0.5 if owing else 1.0
+    memory[:start].copy_(fixed)
+    for numbers, said in ((absent, 0.0), (idle, _IDLE * scale)):
+        if numbers:
+            where = torch.tensor(sorted(numbers), device=memory.device) + start
+            memory.index_fill_(0, where, said)

@@ -1,0 +1,78 @@
+"""Which bucket holds what: pure functions on sizes and kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+Assignment = tuple[tuple[int, ...], ...]  # for each bucket, the numbers of its parameters
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the planner needs to know of a parameter."""
+
+    nbytes: int
+    kind: Hashable  # only gradients of one kind (type, device) share a bucket
+    sparse: bool = False  # travels alone
+
+
+def assign(
+    specs: Sequence[Spec], caps: Sequence[int], order: Sequence[int] | None = None
+) -> Assignment:
+    """Fill buckets one after the other, each kind its own row of them.
+
+    A bucket takes parameters until it reaches its cap; the last cap holds for all further buckets
+    of that kind. With ``order`` the parameters are taken in it and buckets stand in the order they
+    were closed; without, buckets stand in the order of their first parameters.
+    """
+    done: list[list[int]] = []
+    open_: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    turn: dict[Hashable, int] = {}
+    for number in range(len(specs)) if order is None else order:
+        spec = specs[number]
+        if spec.sparse:
+            done.append([number])
+            continue
+        bucket = open_.setdefault(spec.kind, [])
+        bucket.append(number)
+        filled[spec.kind] = filled.get(spec.kind, 0) + spec.nbytes
+        if filled[spec.kind] >= caps[turn.get(spec.kind, 0)]:
+            done.append(open_.pop(spec.kind))
+            filled[spec.kind] = 0
+            turn[spec.kind] = min(turn.get(spec.kind, 0) + 1, len(caps) - 1)
+    done.extend(bucket for bucket in open_.values() if bucket)
+    if order is None:
+        done.sort(key=min)
+    return tuple(map(tuple, done))
+
+
+def first_plan(specs: Sequence[Spec], caps: Sequence[int]) -> Assignment:
+    """Before anything is known: gradients come about in the reverse order of the parameters."""
+    return tuple(reversed(assign(specs, caps)))
+
+
+def learned_plan(specs: Sequence[Spec], caps: Sequence[int], arrival: Sequence[int]) -> Assignment:
+    """In the order of arrival; parameters that did not come stand last, the latest first."""
+    came = set(arrival)
+    rest = [number for number in reversed(range(len(specs))) if number not in came]
+    return assign(specs, caps, [*arrival, *rest])
+
+
+def triggers(
+    plan: Assignment, arrival: Sequence[int], large: frozenset[int]
+) -> dict[int, int | None]:
+    """Which parameters tell of their arrival, each with the bucket it completes, if any.
+
+    A hook for every parameter would cost more than the exchange of a small model. The one that
+    came last in a bucket speaks for all in it; large ones speak for themselves, so that the memory
+    of their gradients is given back at once.
+    """
+    place = {number: at for at, number in enumerate(arrival)}
+    speaking: dict[int, int | None] = dict.fromkeys(sorted(large))
+    for index, bucket in enumerate(plan[:-1]):  # the last one waits for the end anyway
+        came = [number for number in bucket if number in place]
+        if came:
+            speaking[max(came, key=place.__getitem__)] = index
+    return speaking

@@ -1,0 +1,79 @@
+"""A gradient as plain memory: strided views, and the local part of a DTensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory this rank holds of ``tensor``: itself, unless it is a DTensor."""
+    return tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def settled(grad: Tensor, param: Tensor) -> Tensor:
+    """``grad`` laid out over the mesh as ``param`` is; plain tensors are so already."""
+    if not _is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
+        return grad
+    return grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined,no-any-return]
+
+
+def view_for(flat: Tensor, start: int, param: Tensor) -> Tensor:
+    """The stretch of ``flat`` from ``start`` in the shape of ``param``'s memory.
+
+    It has the parameter's strides where they are dense, so that optimizers find both alike. It is
+    not a view in autograd's sense: ``detach_`` works on it as on any gradient.
+    """
+    mine = local(param)
+    stride = mine.stride() if _is_dense(mine) else torch.empty(mine.shape, device="meta").stride()
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), flat.storage_offset() + start, mine.shape, stride)
+
+
+def like(view: Tensor, param: Tensor) -> Tensor:
+    """``view`` as what ``param.grad`` may be: a DTensor if the parameter is one."""
+    if not _is_dtensor(param):
+        return view
+    from torch.distributed.tensor import DTensor
+
+    sharded: DTensor = param  # type: ignore[assignment]
+    return DTensor.from_local(
+        view,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:
+    """Add ``total``, a plain tensor, to ``param.grad``, which stays sparse if it is to be."""
+    if sparse:
+        entries = total.to_sparse(1)
+        param.grad = entries if param.grad is None else param.grad + entries
+    elif param.grad is None:
+        param.grad = like(total, param)
+    else:
+        local(param.grad).add_(total)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return type(tensor) is not Tensor and hasattr(tensor, "_local_tensor")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps and overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,116 @@
+"""How much a rank's gradients count: the mean is ``sum(w * g) / sum(w)`` over ranks and passes.
+
+A plain pass counts as 1 and is added to ``.grad`` by autograd. A *weighed* pass counts as what the
+user said, the number of samples for instance, so its gradient must be multiplied before it is added
+to anything. For the time of the pass, whatever ``.grad`` held is therefore put aside: ``gathered``,
+the sum of the weighed passes since the last average, and ``base``, what was averaged before them
+and must not be weighed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from .tensors import local
+
+
+@dataclass(eq=False, slots=True)
+class Ledger:
+    """What this rank owes to the next average."""
+
+    explicit: float | None = None  # weight of the passes that run now; None: they are plain
+    once: bool = False  # it is for the next pass only
+    total: float = 0.0  # of the weighed passes since the last average
+    unit: float = 1.0  # weights travel as multiples of it, so that 16 bits can hold the sums
+    open: bool = False  # a weighed pass runs
+    gathered: dict[int, Tensor] = field(default_factory=dict)
+    base: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the next pass is weighed."""
+        return self.explicit is not None or self.total > 0
+
+    @property
+    def weight(self) -> float:
+        """Of the pass that runs."""
+        return 1.0 if self.explicit is None else self.explicit
+
+    def begin(self, params: Sequence[nn.Parameter]) -> None:
+        """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
+        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
+        if self.total and not held:  # the user has dropped what was gathered
+            self.total = 0.0
+            self.base.clear()
+        if self.total:
+            self.gathered = held
+        else:
+            self.base = held
+        for number in held:
+            params[number].grad = None
+        self.open = True
+
+    def fold(self, number: int, param: nn.Parameter) -> None:
+        """Make ``.grad`` the weighed sum of this pass and those before it."""
+        before, grad = self.gathered.pop(number, None), param.grad
+        if (
+            self.weight == 0 or grad is None
+        ):  # the mean over no samples is nothing, often not even a number
+            param.grad = before
+        elif before is None:
+            local(grad).mul_(self.weight)
+        else:
+            local(before).add_(local(grad), alpha=self.weight)
+            param.grad = before
+
+    def end(self, params: Sequence[nn.Parameter]) -> None:
+        """A weighed pass that is not averaged is over."""
+        for number, param in enumerate(params):
+            self.fold(number, param)
+        self.total += self.weight
+        self._close()
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is sent now says its weight: in other units plain passes do so too."""
+        return self.open or self.unit != 1.0
+
+    def owed(self) -> float:
+        """The weight of what is sent now, in units."""
+        return (self.total + self.weight) / self.unit if self.open else 1.0 / self.unit
+
+    def choose_unit(self, mean: float) -> None:
+        """For the next pass; ``mean`` is that of what ranks owed, so all choose the same."""
+        if mean > 0:
+            self.unit *= 2.0 ** round(math.log2(mean))
+
+    def settle(self, params: Sequence[nn.Parameter]) -> None:
+        """All was averaged: add what was put aside before."""
+        for number, grad in self.base.items():
+            param = params[number]
+            if param.grad is None:
+                param.grad = grad
+            else:
+                local(param.grad).add_(local(grad))
+        self.forget()
+
+    def cancel(self, params: Sequence[nn.Parameter]) -> None:
+        """No gradient came after all: put back what was put aside."""
+        for number, grad in (*self.gathered.items(), *self.base.items()):
+            params[number].grad = grad
+        self.gathered, self.base, self.open = {}, {}, False
+
+    def forget(self) -> None:
+        """Nothing is owed any more."""
+        self.gathered, self.base = {}, {}
+        self.total = 0.0
+        self._close()
+
+    def _close(self) -> None:
+        self.open = False
+        if self.once:
+            self.explicit, self.once = None, False

@@ -1,0 +1,175 @@
+"""Samplers that deal a dataset out to ranks: every sample once, none twice, none left out.
+
+An epoch is one row of samples, the same on every rank and for any number of ranks: a permutation
+that follows from seed and epoch. It is dealt like cards: of N ranks, rank r gets the samples at
+positions r, r + N, r + 2N… That has three uses.
+
+- Ranks differ by one sample at most. Where that makes one batch more, train inside
+  :class:`paceline.Join`; torch's sampler repeats samples instead, or drops some.
+- Positions k·B to (k+1)·B are the k-th global batch of B samples for any N, if each rank's batch
+  has B/N. So a run on two ranks sees what a run on eight sees, step by step.
+- What all ranks have done of an epoch is one number, the position up to which it has been dealt.
+  A state saved on four ranks can be resumed on two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils.data import Dataset
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+from .errors import SamplerStateError
+from .groups import current_process_group
+
+__all__ = ["DistributedSampler"]
+
+
+class DistributedSampler(TorchDistributedSampler[Any]):
+    """This rank's samples of each epoch; in place of ``torch.utils.data.DistributedSampler``.
+
+    Without ``num_replicas`` and ``rank`` these are the size and rank of ``group``, else of the
+    current process group, else of torch's default group. The order is torch's for the same
+    ``seed`` and epoch. With ``drop_last`` the samples that do not go around are left out, so that
+    all ranks have equally many.
+
+    As with torch's, call :meth:`set_epoch` before each epoch. ``len`` is the number of samples that
+    the next iteration gives on this rank. It goes into ``torch.utils.data.DataLoader`` and into
+    torchdata's ``StatefulDataLoader``, whose state then includes this one's. ::
+
+        sampler = DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            with Join([model]):
+                for batch in loader:
+                    ...
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if num_replicas is None or rank is None:
+            own, size = _rank_and_size(group or current_process_group())
+            rank = own if rank is None else rank
+            num_replicas = size if num_replicas is None else num_replicas
+        if not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]"
+            )
+        self.dataset = cast("Dataset[Any]", dataset)
+        self.num_replicas, self.rank = num_replicas, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._position = 0  # up to which all ranks together have dealt this epoch
+        self._start = 0  # where the next iteration begins
+
+    # -- how an epoch is dealt ----------------------------------------------------------------
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """How many samples a whole epoch has on all ranks together."""
+        return self._end(0)
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """How many samples a whole epoch has on this rank."""
+        return len(self._own(0))
+
+    def __len__(self) -> int:
+        return len(self._own(self._start))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._start and not self._own(self._start, of_all=True):
+            # The epoch was over. A loader that knows that by itself makes another iterator, which
+            # must begin afresh; one that does not, uses this.
+            self._start = 0
+            return iter(())
+        return self._deal()
+
+    def _deal(self) -> Iterator[Any]:
+        start, self._start = self._start, 0  # with the first sample: loaders make idle iterators
+        self._position = start
+        row, own, end = self._row(), self._own(start), self._end(start)
+        for drawn, index in enumerate(row[own.start : own.stop : own.step].tolist(), 1):
+            self._position = min(start + drawn * self.num_replicas, end)
+            yield index
+        self._position = end
+
+    def _row(self) -> torch.Tensor:
+        """The samples of this epoch in order."""
+        if not self.shuffle:
+            return torch.arange(self._length)
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(self._length, generator=generator)
+
+    def _own(self, start: int, *, of_all: bool = False) -> range:
+        """The positions this rank gets when dealing begins at ``start``; or those of all ranks."""
+        if of_all:
+            return range(start, self._end(start))
+        return range(start + self.rank, self._end(start), self.num_replicas)
+
+    def _end(self, start: int) -> int:
+        left = max(self._length - start, 0)
+        return start + left - (left % self.num_replicas if self.drop_last else 0)
+
+    @property
+    def _length(self) -> int:
+        return len(cast(Sized, self.dataset))
+
+    # -- where it stands ----------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``, unless that is the epoch it is in."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._position = epoch, 0, 0
+
+    def state_dict(self, position: int | None = None) -> dict[str, Any]:
+        """What it takes to go on from here, on any number of ranks.
+
+        ``position`` is how many samples of this epoch all ranks together are done with. Without it,
+        every rank is taken to have drawn as many samples as this one. A ``DataLoader`` with workers
+        draws ahead, so give it the number there; ``StatefulDataLoader`` takes care of that itself.
+        """
+        return {
+            "epoch": self.epoch,
+            "position": self._position if position is None else position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": self._length,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was saved, with the next iteration.
+
+        All ranks load the same one; if each had saved its own, any of them will do.
+        """
+        here = {"seed": self.seed, "shuffle": self.shuffle, "length": self._length}
+        for field, value in here.items():
+            if state_dict[field] != value:
+                raise SamplerStateError(field, state_dict[field], value)
+        epoch, position = int(state_dict["epoch"]), int(state_dict["position"])
+        if not 0 <= position <= self._length:
+            raise SamplerStateError("position", position, self._length)
+        if position == self._end(position) and epoch < self.epoch:
+            return  # that epoch was over, and set_epoch has gone on (loaders load late)
+        self.epoch, self._start, self._position = epoch, position, position
+
+
+def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    if group is None:
+        return dist.get_rank(), dist.get_world_size()  # which say what to do if there is no group
+    return group.rank(), group.size()

@@ -1,0 +1,92 @@
+"""Are the ranks' models alike, and making them so: what happens once, at construction."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelMismatchError
+from ..groups import Group
+
+CHUNK_BYTES = 1024 * 1024
+
+
+def describe(tensors: Mapping[str, Tensor]) -> list[str]:
+    """One line for each tensor, with all that must be the same on every rank."""
+    return [
+        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        + ("" if tensor.requires_grad else " frozen")
+        for name, tensor in tensors.items()
+    ]
+
+
+def verify(group: Group, lines: Sequence[str], device: torch.device) -> None:
+    """Raise on every rank, naming what differs, unless all ranks have the same ``lines``.
+
+    One small all-gather when all is well.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    group.all_gather(gathered, mine)
+    digests = torch.stack(gathered).cpu()
+    other = next((r for r in range(group.size()) if not digests[r].equal(digests[0])), None)
+    if other is None:
+        return
+    models = group.all_gather_object(list(lines))
+    raise ModelMismatchError(group.rank(), other, differences(models[0], models[other]))  # type: ignore[arg-type]
+
+
+def differences(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Where two descriptions part, one sentence each."""
+    if len(ours) != len(theirs):
+        here = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+            min(len(ours), len(theirs)),
+        )
+        a = ours[here] if here < len(ours) else "nothing"
+        b = theirs[here] if here < len(theirs) else "nothing"
+        return [f"{len(ours)} parameters against {len(theirs)}, number {here} is {a} against {b}"]
+    return [
+        f"parameter {i} is {a} against {b}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a != b
+    ]
+
+
+def broadcast(group: Group, tensors: Sequence[Tensor], root: int, chunk: int = CHUNK_BYTES) -> None:
+    """Give every rank the root's values: large tensors as they are, small ones in one message.
+
+    A message of all of them would need as much memory again.
+    """
+    with torch.no_grad():
+        for part in _chunks([t.detach() for t in tensors], min(chunk, CHUNK_BYTES)):
+            if len(part) == 1 and part[0].is_contiguous():
+                group.broadcast(part[0], root)
+                continue
+            flat = torch.cat([t.reshape(-1) for t in part])
+            group.broadcast(flat, root)
+            if group.rank() != root:
+                pieces = flat.split([t.numel() for t in part])
+                torch._foreach_copy_(
+                    part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)]
+                )
+
+
+def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    open_: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        if tensor.nbytes >= limit:
+            yield [tensor]
+            continue
+        kind = tensor.dtype, tensor.device
+        chunk = open_.setdefault(kind, [])
+        chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= limit:
+            yield open_.pop(kind)
+    yield from open_.values()

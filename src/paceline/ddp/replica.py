@@ -1,0 +1,306 @@
+"""Replica: one rank's copy of a model, kept in step with the others'.
+
+The wrapper (``wrapper.py``) and the wrapper-free form (``parallelize.py``) both put one around the
+forward of a model: :meth:`Replica.before_forward`, :meth:`Replica.after_forward`, and
+:meth:`Replica.forward_failed` when there is no after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._reducer import GradBucket, Ledger, Reducer, local
+from ..errors import (
+    GraphChangedError,
+    ModuleArgumentError,
+    PacelineError,
+    PeerLeftError,
+    UnfinishedReductionError,
+)
+from ..groups import Group
+from ..policies import Reduction
+from .buffers import Buffers
+from .logging_data import Times
+from .models import broadcast, describe, verify
+from .structure import tensors_in
+from .sync_batchnorm import adopt, own_group
+
+log = logging.getLogger(__name__)
+
+
+class Weighing:
+    """A weight that holds for the next backward pass, or as a context for those inside."""
+
+    def __init__(self, ledger: Ledger, count: float, rank: int) -> None:
+        if not isinstance(count, int | float) or not 0 <= count < math.inf:
+            raise ModuleArgumentError(
+                f"rank {rank}: weight: expected a number of samples, got {count!r}."
+            )
+        self._ledger = ledger
+        self._before = ledger.explicit, ledger.once
+        ledger.explicit, ledger.once = float(count), True
+
+    def __enter__(self) -> None:
+        self._ledger.once = False
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.explicit, self._ledger.once = self._before
+
+
+class Replica:
+    """Averages the gradients of ``module`` over ``group`` and keeps its buffers alike."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        policy: Reduction,
+        *,
+        ignored: Collection[str] = (),
+        init_sync: bool = True,
+        init_buffers: bool = True,
+        forward_buffers: bool = True,
+        chunk_bytes: int = 250 * 1024 * 1024,
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.ignored = frozenset(ignored)
+        self.buffers = Buffers(module, self.ignored)
+        self.forward_buffers = forward_buffers
+        self.chunk_bytes = chunk_bytes
+        self.backward_sync = True  # no_sync turns it off
+        self.buffer_sync = True  # buffers have changed since they were last alike
+        self.authoritative_rank = 0  # whose buffers counted last
+        self._left_out = False  # the last forward ran inside no_sync
+        self.companions: list[Reducer] = []  # whose passes end with those of the reducer
+        self.told_of: BaseException | None = None  # a failure that the other ranks know of
+        self.in_join: Callable[[], bool] = lambda: False
+        self.layers: Group | None = None  # what SyncBatchNorm layers have for themselves
+        self.before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
+        self.times = Times()
+        self._micro_steps = 0  # of accumulate
+        self._all = {n: p for n, p in module.named_parameters() if n not in self.ignored}
+        if init_sync:
+            self.verify()
+            self.broadcast(0, buffers=init_buffers)
+        self.reducer = self._new_reducer(policy)
+        self._lend_to_layers()
+
+    # -- the ranks' models --------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Raise on every rank unless all have the same parameters in the same order."""
+        verify(self.group, describe(self._all), self.group.device)
+
+    def broadcast(self, root: int, *, buffers: bool = True) -> None:
+        """Give every rank the root's parameters and buffers."""
+        tensors = [local(p.detach()) for p in self._all.values()]
+        if buffers:
+            tensors += self.buffers.named().values()
+        broadcast(self.group, tensors, root, self.chunk_bytes)
+
+    def _new_reducer(self, policy: Reduction) -> Reducer:
+        self._trained = {n: p for n, p in self._all.items() if p.requires_grad}
+        self._graded = [p.requires_grad for p in self._all.values()]
+        sparse = sparse_parameters(self.module)
+        reducer = Reducer(
+            list(self._trained.values()),
+            list(self._trained),
+            self.group,
+            policy,
+            sparse=[p in sparse for p in self._trained.values()],
+            wanted=self._averages_now,
+        )
+        reducer.after_pass.append(self._after_pass)
+        reducer.ended = self.times.note
+        reducer.after_failure.append(self._after_failure)
+        return reducer
+
+    def _follow_freezing(self) -> None:
+        """Parameters frozen or thawed since the last forward: begin anew with what is trained."""
+        graded = [p.requires_grad for p in self._all.values()]
+        if graded == self._graded:
+            return
+        self.verify()
+        old = self.reducer
+        old.retire()
+        self.reducer = self._new_reducer(old.policy)
+        self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
+        self.reducer.after_bucket = old.after_bucket
+        if old.hook is not None:
+            self.reducer.set_hook(old.hook)
+
+    def _lend_to_layers(self) -> None:
+        """Give SyncBatchNorm layers a group, of their own where one can be made."""
+        own = own_group(self.module, self.group)
+        self.layers = None if own is self.group else own
+        adopt(self.module, own, self.reducer.ledger)
+
+    # -- around a forward ---------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Buffers alike, and the reducer ready for the backward that may follow."""
+        inside_backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not inside_backward:
+            self._left_out = not self.backward_sync
+            self.reducer.make_good()
+            self.refuse_unfinished()
+            self._follow_freezing()
+            self.reducer.settle_plan()
+            self.times.forward_start = time.perf_counter_ns()
+        if self.syncs_buffers and not self.buffers.hooked_after:
+            self.sync_buffers()
+
+    def after_forward(self, output: Any) -> None:
+        """Watch the output for the backward pass."""
+        if self.syncs_buffers and self.buffers.hooked_after:
+            self.sync_buffers()
+        if self.buffers.futures and self.reducer.alone:  # no pass will end with them
+            self.buffers.settle()
+        if not torch.is_grad_enabled():
+            self.buffer_sync = self.buffer_sync and self.backward_sync
+            return
+        self.buffer_sync = self.backward_sync
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if tensor.grad_fn is not None:
+                self.reducer.watch(tensor)
+
+    def forward_failed(self, error: BaseException) -> None:
+        """Tell the other ranks, which will wait in their backward pass, why none follows here."""
+        inside_backward = torch._C._current_graph_task_id() != -1
+        expected = torch.is_grad_enabled() and self._averages_now() and not inside_backward
+        if expected and isinstance(error, PeerLeftError) and self.layers is not None:
+            self.reducer.stand_in()  # it left a layer's group; here it says why, and this raises
+        if not expected or not isinstance(error, Exception) or isinstance(error, PacelineError):
+            return
+        self.tell_failure(f"{type(error).__name__} in forward: {error}")
+        self.told_of = error
+
+    def leave_layers(self) -> None:
+        """Let no rank wait in a layer for this one, which comes there no more."""
+        if self.layers is not None:
+            self.layers.abort()
+
+    def tell_failure(self, text: str) -> None:
+        """Let the other ranks' next pass, or the one that is under way, end with this message."""
+        log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
+        with contextlib.suppress(Exception):  # the user wants the first error
+            self.before_failing()
+        # the companions' passes end with the reducer's, unless it has none
+        for reducer in self.companions if self.reducer.alone else [self.reducer]:
+            with contextlib.suppress(Exception):
+                reducer.stand_in(trouble=text)
+
+    def refuse_unfinished(self) -> None:
+        """Strict: raise if the last pass left parameters out."""
+        missing = self.reducer.unfinished
+        if not missing or not self._averages_now():
+            return
+        rank = self.group.rank()
+        names = [self.reducer.names[n] for n in missing]
+        if dist.get_debug_level() == dist.DebugLevel.OFF:
+            names = []
+        error: UnfinishedReductionError
+        if self.reducer.policy.static_graph:
+            error = GraphChangedError(rank, missing, names, prior=True)
+        else:
+            error = UnfinishedReductionError(rank, missing, names)
+        self.tell_failure(str(error))
+        self.reducer.error = str(error)
+        raise error
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether the next forward makes buffers alike; inside Join the end of a pass does so."""
+        wanted = self.buffer_sync and self.forward_buffers and bool(self.buffers)
+        return wanted and not self.in_join()
+
+    def sync_buffers(self, root: int = 0) -> None:
+        """Make the buffers alike now."""
+        self.buffers.sync(self.group, root)
+
+    def _after_failure(self) -> None:
+        """The engine calls no further callback of this backward pass: end what depends on one."""
+        for companion in self.companions:
+            with contextlib.suppress(PacelineError):
+                companion.end_early()
+
+    def _after_pass(self) -> None:
+        told = self.reducer.told
+        if self.in_join() and self.forward_buffers and self.buffers and told is not None:
+            active = told.stepping_ranks()
+            if active:  # a rank that has run out has old ones; every rank knows who has not
+                self.authoritative_rank = max(active)
+                self.sync_buffers(self.authoritative_rank)
+        self.buffers.settle()
+
+    # -- which passes are averaged ------------------------------------------------------------
+
+    def _averages_now(self) -> bool:
+        """Decided when the backward pass runs; a forward inside no_sync speaks for its backward."""
+        return self.backward_sync and not self._left_out
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients as they are; the first pass outside averages all that gathered."""
+        before, self.backward_sync = self.backward_sync, False
+        try:
+            yield
+        finally:
+            self.backward_sync = before
+
+    @contextlib.contextmanager
+    def accumulate(self, steps: int) -> Iterator[bool]:
+        """One of ``steps`` micro-steps; gradients are averaged in every last one, which is True."""
+        if steps < 1:
+            raise ModuleArgumentError(f"accumulate: expected at least one step, got {steps}.")
+        last = (self._micro_steps + 1) % steps == 0
+        with contextlib.nullcontext() if last else self.no_sync():
+            yield last
+        self._micro_steps += 1
+
+    def weight(self, count: float) -> Weighing:
+        """Let the next pass, or those inside the context, count as ``count`` samples."""
+        return Weighing(self.reducer.ledger, count, self.group.rank())
+
+    def sync_grads(self) -> None:
+        """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
+        self.reducer.sync()
+
+    # -- hooks --------------------------------------------------------------------------------
+
+    def set_hook(self, state: object, hook: Callable[[object, GradBucket], Any]) -> None:
+        """Average with a communication hook."""
+        self.reducer.set_hook(lambda bucket: hook(state, bucket))
+
+    def make_static(self) -> None:
+        """From now on a graph that changes is an error."""
+        self.reducer.policy = replace(self.reducer.policy, static_graph=True)
+
+    def move_to(self, group: Group) -> None:
+        """Go on in another group; every one of its ranks does so at the same time."""
+        self.group = group
+        for reducer in (self.reducer, *self.companions):
+            reducer.move_to(group)
+        self._lend_to_layers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model is not kept in step until somebody says so
+
+
+def sparse_parameters(module: nn.Module) -> set[Tensor]:
+    """Parameters whose gradients will be sparse."""
+    layers = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {layer.weight for layer in layers if layer.sparse}

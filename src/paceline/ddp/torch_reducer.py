@@ -1,0 +1,100 @@
+"""What code written for torch asks of ``ddp.reducer`` and ``ddp.logger``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from .._reducer import GradBucket
+from ..errors import ModuleStateError
+from ..groups import Group, ReduceOp
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+
+class TorchReducer:
+    """torch's names for what a Replica does."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def _get_local_used_map(self) -> Tensor:
+        """For each parameter, how many ranks' graphs reached it in the last pass."""
+        return torch.tensor(self._replica.reducer.used, dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every pass so far reached the same parameters."""
+        reducer = self._replica.reducer
+        return reducer.passes > 0 and reducer.steady
+
+    def _rebuild_buckets(self) -> bool:
+        """Lay the buckets out as planned; whether that changed anything."""
+        return self._replica.reducer.settle_plan()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._replica.reducer.retire()
+
+    def _check_reducer_finalized(self) -> None:
+        self._replica.refuse_unfinished()
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        self._replica.buffers.futures.extend(futures)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._replica.times.sample_rate = sample_rate
+
+    def _set_static_graph(self) -> None:
+        self._replica.make_static()
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, Tensor]) -> None:
+        """torch needs to be told the rows in use; entries of any number travel here."""
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Tensor]:
+        return average_later(self._replica.group, bucket)
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Future[Tensor]:
+        hook = self._replica.reducer.hook
+        return self._run_allreduce_hook(bucket) if hook is None else hook(bucket)
+
+    def _reset_state(self) -> None:
+        self._replica.reducer.forget_plan()
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is left to do before a forward pass."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Watch ``outputs`` for the backward pass."""
+        self._replica.after_forward(list(outputs))
+
+
+def average_later(group: Group, bucket: GradBucket) -> Future[Tensor]:
+    """The mean of a bucket over ``group``, as a future."""
+    work = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
+    return work.get_future().then(_only_tensor)
+
+
+def _only_tensor(future: Future[Any]) -> Tensor:
+    value = future.value()
+    return value[0] if isinstance(value, list | tuple) else value  # type: ignore[no-any-return]
+
+
+def torch_logger(group: Any) -> Any:
+    """One of torch's own loggers, for functions of torch's that must be given one.
+
+    It can only be had with one of torch's own reducers, so there is one, of nothing.
+    """
+    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    nothing = [torch.zeros(1, requires_grad=True)]
+    try:
+        reducer = dist.Reducer(nothing, [[0]], [2**20], alone)
+        logger = dist.Logger(reducer)
+        logger.set_construction_data_and_log("", [], -1, False, False, False)
+    except RuntimeError as error:
+        raise ModuleStateError(f"torch's logger cannot be made here: {error}") from error
+    return logger, reducer

@@ -1,0 +1,764 @@
+# mypy: disable-error-code="override, misc"
+# (torch's class has no annotations worth inheriting, and other ones in every version)
+"""DistributedDataParallel: torch's interface around a Replica.
+
+It is a subclass of torch's class, so that code which asks ``isinstance`` of it is answered with
+yes; it takes over none of its methods (``tests/ddp/test_wrapper.py`` sees to that).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..join import Join, Joinable
+from ..policies import BucketCaps
+from . import torch_args
+from .buffers import _BufferCommHook, _BufferCommHookLocation
+from .delayed import Delayed
+from .in_backward import adopt_optimizers, register_fused
+from .joining import (
+    DDPJoinHook,
+    announce_step,
+    any_averages,
+    common_rank,
+    sync_final_model,
+)
+from .logging_data import logging_data
+from .mixed_precision import Caster, _MixedPrecision, strip
+from .models import broadcast
+from .replica import Replica, Weighing, sparse_parameters
+from .torch_reducer import TorchReducer, average_later, torch_logger
+
+log = logging.getLogger(__name__)
+
+
+class DistributedDataParallel(TorchDDP, Joinable):
+    """Wraps a module so that every rank's backward leaves the average of all ranks' gradients.
+
+    Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` need not
+    be set; ``.grad`` is a stretch of a bucket unless ``gradient_as_bucket_view=False``.
+    """
+
+    _active_ddp_module: Any = None  # Dynamo asks for it
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self._error = ""
+        torch_args.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.process_group = torch_args.choose_group(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        delayed = list(delay_all_reduce_named_params or ())
+        self.parameters_to_ignore = torch_args.ignored_names(module) | {n for n, _ in delayed}
+        self._module_parameters = [
+            p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        torch_args.check_parameters(self._module_parameters, may_be_none=bool(delayed))
+        everything = self._module_parameters or [p for _, p in delayed]
+        devices = torch_args.choose_devices(everything, device_ids, output_device)
+        self.device, self.device_type = devices.device, devices.device.type
+        self.device_ids, self.output_device = devices.device_ids, devices.output_device
+        self.is_multi_device_module = devices.several
+        self.dim = dim
+        self.module = module
+        buffers = torch_args.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        if check_reduction:
+            torch_args.warn_of_check_reduction()
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = static_graph
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self.use_side_stream_for_tensor_copies = (
+            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        )
+        self._caps = BucketCaps.create(bucket_cap_mb, bucket_cap_mb_list)
+        self._forward_sync_buffers = buffers.in_forward
+        self._init_state()
+        group = torch_args.wrapped_group(self.process_group, self.device)
+        self._delayed = Delayed(delayed, param_to_hook_all_reduce, group) if delayed else None
+        self._delayed_names = _names_of(module, delayed, param_to_hook_all_reduce)
+        self._delay_all_reduce_all_params = not self._module_parameters
+        self._build(group, init_sync=init_sync, init_buffers=buffers.at_init)
+        if static_graph and find_unused_parameters:
+            _warn_static()
+
+    def _init_state(self) -> None:
+        """What a copy does not take over."""
+        self._comm_hook_name = ""
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._joined_once = False
+        self._ddp_sink_clone = True
+        self._lazy_init_ran = False
+        self._has_rebuilt_buckets = False
+        self._torch_logger: Any = None
+
+    def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
+        """Everything that belongs to this process: the replica, hooks on the module."""
+        foreign = not isinstance(self.process_group, type(group)) and (
+            type(self.process_group) is not ProcessGroup
+        )
+        policy = torch_args.choose_policy(
+            self._caps,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            dtype=_transfer_dtype(self.mixed_precision),
+            strict=is_strict(),
+            alone=foreign or os.environ.get("PACELINE_SKIP_ALONE") == "0",
+        )
+        strip(self.module)
+        self._caster = None
+        if self.mixed_precision is not None:
+            precision = _MixedPrecision.of(self.mixed_precision)
+            self._caster = Caster(self.module, precision, self.parameters_to_ignore)
+        self._replica = Replica(
+            self.module,
+            group,
+            policy,
+            ignored=self.parameters_to_ignore,
+            init_sync=init_sync,
+            init_buffers=init_buffers,
+            forward_buffers=self._forward_sync_buffers,
+            chunk_bytes=self.broadcast_bucket_size,
+        )
+        self._replica.in_join = self._in_join
+        if self._delayed is not None:
+            self._replica.companions.append(self._delayed.reducer)
+        self._reducer = TorchReducer(self._replica)
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward, between buffers made alike and a watch on the output."""
+        if not torch.autograd._profiler_enabled():
+            return self._forward(*inputs, **kwargs)
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            return self._forward(*inputs, **kwargs)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        try:
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        except BaseException as error:
+            if self._caster is not None:
+                self._caster.restore()
+            self._replica.forward_failed(error)
+            raise
+        return self._post_forward(output)
+
+    @torch._disable_dynamo(recursive=True)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if self._join_config.enable:
+            announce_step(self)
+        self._replica.before_forward()
+        if self._delayed is not None:
+            self._delayed.before_forward()
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(
+            inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+        )
+        return moved[0], moved_kwargs[0]
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=True)
+    def _post_forward(self, output: Any) -> Any:
+        if self.find_unused_parameters and torch.autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function("search_unused_parameters"):
+                self._replica.after_forward(output)
+        else:
+            self._replica.after_forward(output)
+        self._has_rebuilt_buckets = self._replica.reducer.rebuilt
+        return output
+
+    def _lazy_init(self) -> None:
+        """Take over optimizers that were set to run in backward."""
+        adopt_optimizers(self._module_parameters, self._replica.reducer)
+        self._lazy_init_ran = True
+
+    @contextlib.contextmanager
+    @torch._disable_dynamo(recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        before = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDDP._active_ddp_module = before
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return TorchDDP._active_ddp_module
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Split inputs over devices, as DataParallel does."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs on a device."""
+        device = torch.device(self.device_type, device_id)
+        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Collect outputs of several devices."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set the module's mode."""
+        nn.Module.train(self, mode)
+        return self
+
+    # -- which passes are averaged ------------------------------------------------------------
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within it gradients gather on this rank; the first pass outside averages them.
+
+        It counts where the backward pass runs. A forward inside it speaks for its backward too.
+        """
+        return self._replica.no_sync()
+
+    def accumulate(self, steps: int) -> contextlib.AbstractContextManager[bool]:
+        """One of ``steps`` micro-steps; every last one averages, and its value is True::
+
+        for batch in loader:
+            with ddp.accumulate(4) as last:
+                loss(ddp(batch)).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        """
+        return self._replica.accumulate(steps)
+
+    def weight(self, count: float) -> Weighing:
+        """Let the next backward pass, or those inside the context, count as ``count`` samples::
+
+            with ddp.weight(len(batch)):
+                loss(ddp(batch)).backward()  # a mean over the batch
+
+        The gradient is then the mean over all samples of all ranks, whatever the batch sizes.
+        """
+        return self._replica.weight(count)
+
+    def sync_grads(self) -> None:
+        """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
+        self._replica.sync_grads()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward pass that ran now would be averaged."""
+        return self._replica.backward_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._replica.backward_sync = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether buffers may have come apart since the last forward."""
+        return self._replica.buffer_sync
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._replica.buffer_sync = value
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            import warnings
+
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        if self._replica.reducer.passes:
+            self._log_and_throw(
+                ModuleStateError,
+                "_set_static_graph() should be called before training loop starts.",
+            )
+        self.static_graph = True
+        self._replica.make_static()
+        if self.find_unused_parameters:
+            _warn_static()
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forward passes make buffers alike."""
+        return self._replica.forward_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._forward_sync_buffers = self._replica.forward_buffers = value
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The old name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike."""
+        return list(self._replica.buffers.named().values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The same by name."""
+        return self._replica.buffers.named()
+
+    def _assign_modules_buffers(self) -> None:
+        """torch's way to look where the buffers are now; ours always does."""
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward makes buffers alike."""
+        return self._replica.syncs_buffers
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and not self._replica.buffers.hooked_after
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and self._replica.buffers.hooked_after
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        if not callable(hook):
+            raise ModuleTypeError(f"hook must be callable, got {type(hook).__name__}.")
+        self._replica.buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
+
+    @property
+    def buffer_hook(self) -> _BufferCommHook:
+        """The hook that stands in for the broadcast."""
+        hook = self._replica.buffers.hook
+        if hook is None:
+            raise AttributeError("no buffer hook was registered")
+        return hook
+
+    def _sync_buffers(self) -> None:
+        self._replica.sync_buffers()
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self._replica.buffers.sync(self._replica.group, authoritative_rank)
+
+    def _check_and_sync_module_buffers(self) -> None:
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        self._distributed_broadcast_coalesced(
+            self.modules_buffers if bufs is None else bufs,
+            self.broadcast_bucket_size if bucket_size is None else bucket_size,
+            authoritative_rank,
+        )
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast(self._replica.group, tensors, authoritative_rank, buffer_size)
+
+    # -- hooks and optimizers -----------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` average the buckets; it returns a future of the result.
+
+        Once, and before the first backward pass. Gradients come as they are, not divided.
+        """
+        self._check_comm_hook(hook)
+        self._set_comm_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        compressed = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+
+        def builtin(group: Any, bucket: Any) -> Any:
+            if not compressed:
+                return average_later(group, bucket)
+            full = bucket.buffer()
+            bucket.set_buffer(full.to(torch.float16))
+            return average_later(group, bucket).then(lambda f: full.copy_(f.value()))
+
+        self._set_comm_hook(self._replica.group, builtin, str(comm_hook_type))
+
+    def _set_comm_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
+        if self._comm_hooks:
+            self._log_and_throw(
+                ModuleStateError,
+                "register_comm_hook or register_builtin_comm_hook can only be called once.",
+            )
+        if self._replica.reducer.passes:
+            self._log_and_throw(
+                ModuleStateError,
+                "Communication hook registration should be called before training loop starts, "
+                "that is before the first backward pass.",
+            )
+        self._comm_hooks.append((hook, state))
+        self._comm_hook_name = name
+        self._replica.set_hook(state, hook)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            self._log_and_throw(ModuleTypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        empty = inspect.Signature.empty
+        bucket = signature.parameters.get("bucket")
+        if bucket is not None and bucket.annotation not in _bucket_annotations():
+            self._log_and_throw(
+                ModuleArgumentError,
+                "Communication hook: bucket annotation should be dist.GradBucket.",
+            )
+        result = signature.return_annotation
+        if result not in (empty, torch.futures.Future[Tensor], _FUTURE_TEXT):
+            self._log_and_throw(
+                ModuleArgumentError,
+                "Communication hook: return annotation should be "
+                "torch.futures.Future[torch.Tensor].",
+            )
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        register_fused(self, optim, args, optim_params, kwargs)
+
+    # -- join ---------------------------------------------------------------------------------
+
+    def _in_join(self) -> bool:
+        return bool(self._join_config.enable)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """The context in which ranks may have unequal numbers of inputs.
+
+        A rank that has run out stands in for the others' steps with weight 0; that costs them
+        nothing. ``divide_by_initial_world_size=False`` divides by the number of ranks that still
+        have inputs. With :meth:`weight` the mean is one over samples, whatever this says.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What stands in for this rank once it has run out."""
+        return DDPJoinHook(self, by_active=not kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def _authoritative_rank(self) -> int:
+        return self._replica.authoritative_rank
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        sync_final_model(self, is_last_joiner)
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
+        return any_averages(self, not is_joined_rank and self.require_backward_grad_sync)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self._replica.reducer.stand_in()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Who used what rides in the buckets' header; no collective has to be matched."""
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        return common_rank(self, rank_cond)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join may put its tensors."""
+        return torch.device(self.device)
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Whom Join speaks to."""
+        return self.process_group
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def _check_default_group(self) -> None:
+        try:
+            default = self.process_group == _get_default_group()
+        except (RuntimeError, ValueError):
+            default = False
+        if not default:
+            self._log_and_throw(
+                ModuleStateError,
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor.",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
+        local = ("process_group", "_replica", "_reducer", "_torch_logger", "_caster", "_delayed")
+        state = {key: value for key, value in self.__dict__.items() if key not in local}
+        state["broadcast_buffers"] = self.forward_sync_buffers
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(dict(state), _get_default_group())
+
+    def _restore(self, state: dict[str, Any], process_group: ProcessGroup) -> None:
+        state.pop("broadcast_buffers", None)
+        self.process_group = process_group
+        nn.Module.__setstate__(self, state)
+        self._module_parameters = [
+            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        self._init_state()
+        group = torch_args.wrapped_group(process_group, self.device)
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        names, hooked = self._delayed_names
+        named = [(name, params[name]) for name in names]
+        self._delayed = Delayed(named, params[hooked], group) if named else None
+        self._build(group, init_sync=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper of its own around a copy of the module, in the same group."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._restore(copy.deepcopy(self._portable_state(), memo), self.process_group)
+        return twin
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        """Go on in another group; its ranks agree on buckets anew, whatever they had before."""
+        self._has_rebuilt_buckets = False
+        if _rank_not_in_group(new_process_group):
+            self._replica.reducer.forget_plan()
+            return
+        self.process_group = new_process_group
+        self._replica.move_to(torch_args.wrapped_group(new_process_group, self.device))
+
+    # -- what torch's own code and tests ask for ----------------------------------------------
+
+    @property
+    def reducer(self) -> TorchReducer:
+        """What averages, by torch's names."""
+        return self._reducer
+
+    @property
+    def logger(self) -> Any:
+        """One of torch's loggers, for functions of torch's that want one."""
+        if self._torch_logger is None:
+            self._torch_logger = torch_logger(self._replica.group)
+        return self._torch_logger[0]
+
+    @property
+    def _bucket_config(self) -> BucketCaps:
+        return self._caps
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """How large a bucket may grow."""
+        return self._caps.bucket_bytes_cap
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The same for each bucket, if they were given."""
+        return list(self._caps.per_bucket_bytes_caps)
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether no size was asked for."""
+        return self._caps.first_bucket_bytes_cap < self.bucket_bytes_cap
+
+    @property
+    def _use_python_reducer(self) -> bool:
+        return False
+
+    @property
+    def _delay_all_reduce_params(self) -> list[nn.Parameter]:
+        return [] if self._delayed is None else list(self._delayed.params)
+
+    def _log_and_throw(self, kind: type[Exception], message: str) -> None:
+        self._error = f"{kind}: {message}"
+        raise kind(message)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        trained = [p for p in self._module_parameters if p.requires_grad]
+        sparse = sparse_parameters(self.module)
+        return trained, [p in sparse for p in trained]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
+        number = {p: i for i, p in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, param in self.module.named_parameters():
+            if name in self.parameters_to_ignore or not param.requires_grad:
+                continue
+            if param not in number:
+                self._log_and_throw(
+                    ModuleArgumentError,
+                    f"Param with name {name} found in module parameters, but not DDP parameters.",
+                )
+            names[number[param]] = name
+        if len(names) != len(number):
+            self._log_and_throw(
+                ModuleArgumentError,
+                "Expected param to name mapping to cover all parameters, but got conflicting "
+                f"lengths: {len(number)} vs {len(names)}.",
+            )
+        return names
+
+    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for module in m.modules() if recurse else [m]:
+            yield from module.parameters(recurse=False)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._replica.group.rank()
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, param in module.named_parameters():
+            if not hasattr(param, "_ddp_ignored"):
+                yield (name, param) if named_params else param
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        said = "" if self._torch_logger is None else _error_of(self._torch_logger[0])
+        return logging_data(self._replica, self, said)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self._log_and_throw(
+                ModuleArgumentError,
+                "DDP runtime logging sample rate should be equal or greater than 1",
+            )
+        self._replica.times.sample_rate = sample_rate
+
+    def _remove_autograd_hooks(self) -> None:
+        self._replica.reducer.retire()
+
+    def _check_reducer_finalized(self) -> None:
+        self._replica.refuse_unfinished()
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, Tensor]) -> None:
+        self._reducer._set_sparse_metadata(global_unique_ids)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """torch clones outputs unless told not to; ours are watched, not touched."""
+        self._ddp_sink_clone = val
+
+
+def _names_of(
+    module: nn.Module, delayed: Sequence[tuple[str, nn.Parameter]], hooked: nn.Parameter | None
+) -> tuple[list[str], str]:
+    """Delayed parameters, and the one that sets them off, as a copy can find them again."""
+    found = (name for name, p in module.named_parameters() if p is hooked)
+    return [name for name, _ in delayed], next(found, "")
+
+
+def _transfer_dtype(mixed_precision: Any) -> torch.dtype | None:
+    if mixed_precision is None:
+        return None
+    return _MixedPrecision.of(mixed_precision).transfer_dtype
+
+
+_FUTURE_TEXT = "torch.futures.Future[torch.Tensor]"
+_strict = [False]
+
+
+def is_strict() -> bool:
+    """Whether wrappers made now refuse what torch refuses."""
+    return _strict[0]
+
+
+def set_strict(value: bool) -> None:
+    """Refuse, or no longer refuse, what torch refuses; for wrappers made from now on."""
+    _strict[0] = value
+
+
+def _bucket_annotations() -> tuple[Any, ...]:
+    from .._reducer import GradBucket
+
+    names = ("dist.GradBucket", "GradBucket", "torch.distributed.GradBucket")
+    return (inspect.Parameter.empty, dist.GradBucket, GradBucket, *names)
+
+
+def _error_of(logger: Any) -> str:
+    return str(logger._get_ddp_logging_data().strs_map.get("error", ""))
+
+
+def _warn_static() -> None:
+    import warnings
+
+    warnings.warn(
+        "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` "
+        "will detect unused parameters automatically, so you do not need to set "
+        "find_unused_parameters=true, just be sure these unused parameters will not change during "
+        "training loop while calling `_set_static_graph`.",
+        stacklevel=3,
+    )

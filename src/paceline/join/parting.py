@@ -1,0 +1,161 @@
+"""Parting: how the ranks leave a Join context when one of them fails inside it.
+
+A rank that raises makes no more of the calls that the others make, so they would wait for it. What
+can be done depends on the engine:
+
+**One that compares calls** (shm, threads, hybrid). The failed rank calls a gather that nobody else
+calls, and the engine raises a MismatchError on every rank, wherever each one is: in the notice
+that begins a step, in a bucket, standing in for somebody. That takes them out of the body and here,
+where they call the same gather. The failed rank repeats it until it goes through; then every rank
+has a note from every other, and the group is as usable as before.
+
+**Others** (gloo, NCCL, a stock torch group). A call that does not fit may be taken for one that
+does, or end the process, so none is made. The failed rank leaves its note in the store. The others
+are freed when its process ends, or by their timeout, and find the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from ..errors import MismatchError
+from ..groups import Group
+
+_ROOM = 1021  # bytes of a note; an odd number, so that hardly any other gather is as long
+_LONGEST = 600  # bytes of its message
+
+
+class Note(msgspec.Struct, frozen=True, tag="paceline.join.note"):
+    """What a rank that leaves tells the others."""
+
+    rank: int
+    step: int
+    message: str
+    echo: bool  # it failed only because another rank had
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: int, echo: bool) -> Note:
+        """Note down ``error``, cut to a length that fits."""
+        text = f"{type(error).__name__}: {error}".encode()[:_LONGEST].decode(errors="ignore")
+        return cls(rank, step, text, echo)
+
+
+class Parting(Protocol):
+    """How notes reach the other ranks of a group."""
+
+    meets: bool  # an exchange that brings notes brings everybody's, from all ranks at once
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Whether ``error`` may be there only because another rank failed."""
+
+    def exchange(self, note: Note) -> Sequence[Note]:
+        """Give ``note`` to the others and return theirs, as far as they can be had."""
+
+
+def parting_of(group: ProcessGroup, device: torch.device) -> Parting:
+    """The best way for ``group``. Every rank calls it when it enters the context."""
+    if group.size() == 1:
+        return Alone()
+    # A group for several devices compares calls on the CPU only.
+    if isinstance(group, Group) and group.capabilities.checks_agreement and device.type == "cpu":
+        return ByGather(group)
+    try:
+        store = group.get_group_store()
+    except (RuntimeError, NotImplementedError):  # it was made without one
+        return Alone()
+    return ByStore(store, group.rank(), group.size(), group.name())
+
+
+class Alone:
+    """Nobody to tell, or no way to."""
+
+    meets = False
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Never: nobody could be told apart."""
+        return False
+
+    def exchange(self, note: Note) -> Sequence[Note]:
+        """Have nothing."""
+        return ()
+
+
+class ByGather:
+    """Through an engine that compares calls."""
+
+    meets = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Whether it is the engine's word that the calls differed."""
+        # The text, because C++ that calls a group, such as torch's reducer, keeps nothing else.
+        return any(
+            isinstance(e, MismatchError) or "of the group differs between ranks" in str(e)
+            for e in chain(error)
+        )
+
+    def exchange(self, note: Note) -> Sequence[Note]:
+        """Gather all notes; blocks until every rank is here."""
+        own = bytearray(msgspec.msgpack.encode(note).ljust(_ROOM, b"\0"))
+        while True:
+            notes = torch.empty(self._group.size() * _ROOM, dtype=torch.uint8)
+            try:
+                self._group.all_gather_single(notes, torch.frombuffer(own, dtype=torch.uint8))
+                return [_read(part.numpy().tobytes()) for part in notes.split(_ROOM)]
+            except MismatchError:
+                continue  # the others were elsewhere; this has told them
+            except msgspec.DecodeError:
+                continue  # another gather of the same length, of all things
+            except RuntimeError:
+                return ()  # the group is over, which the others know
+
+
+class ByStore:
+    """Through the store where the ranks met."""
+
+    meets = False
+
+    def __init__(self, store: Store, rank: int, size: int, backend: str) -> None:
+        turn = store.add(f"paceline/join/{rank}", 1)  # the ranks enter as often as each other
+        self._store = PrefixStore(f"paceline/join/{turn}", store)
+        self._size, self._backend = size, backend
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Whether the engine speaks, which may be of a lost connection."""
+        # gloo has no type of its own for that, but its errors begin with the file they are from.
+        found = list(chain(error))
+        return any(isinstance(e, dist.DistError) or self._backend in str(e).lower() for e in found)
+
+    def exchange(self, note: Note) -> Sequence[Note]:
+        """Read what is there, then leave the own; nobody waits."""
+        notes: list[Note] = []
+        with suppress(RuntimeError):  # a store may live in the process that is gone
+            for rank in range(self._size):
+                if self._store.check([str(rank)]):
+                    notes.append(_read(self._store.get(str(rank))))
+            own = msgspec.structs.replace(note, echo=note.echo and bool(notes))
+            self._store.set(str(note.rank), msgspec.msgpack.encode(own))  # type: ignore[arg-type]
+        return notes
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and what it came from."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _read(data: bytes) -> Note:
+    return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Note)

@@ -1,0 +1,109 @@
+"""On a GPU: one rank over NCCL, with the collectives that a group of one could leave out."""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from paceline import DistributedDataParallel as DDP
+from paceline import Group
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.setenv("PACELINE_SKIP_ALONE", "0")
+    store = torch.distributed.HashStore()
+    with paceline.new_group(
+        "nccl", timedelta(seconds=60), "cuda:0", store=store, rank=0, world_size=1
+    ) as opened:
+        yield opened
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.unused = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, given: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        x = given["x"][0]
+        hidden = self.norm(self.first(x)).relu()
+        return {"out": checkpoint(self.last, hidden, use_reentrant=False)}
+
+
+def test_inputs_are_moved_and_gradients_are_those_of_the_model_alone(group: Group) -> None:
+    torch.manual_seed(0)
+    model, alone = Model().cuda(), Model().cuda()
+    alone.load_state_dict(model.state_dict())
+    ddp = DDP(model, device_ids=[0], process_group=group, bucket_cap_mb=0.001)
+    for step in range(4):
+        x = torch.randn(16, 8)  # on the CPU
+        for net in (model, alone):
+            net.zero_grad(set_to_none=step % 2 == 0)
+        ddp({"x": [x]})["out"].square().mean().backward()
+        alone({"x": [x.cuda()]})["out"].square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                assert_close(p.grad, q.grad)
+
+
+def test_weights_and_accumulation_are_exact(group: Group) -> None:
+    model, alone = nn.Linear(4, 3).cuda().double(), nn.Linear(4, 3).cuda().double()
+    alone.load_state_dict(model.state_dict())
+    ddp = DDP(model, process_group=group)
+    for _ in range(3):
+        parts = [torch.randn(n, 4, device="cuda", dtype=torch.float64) for n in (5, 2, 7)]
+        model.zero_grad()
+        alone.zero_grad()
+        for x in parts:
+            with ddp.accumulate(3), ddp.weight(len(x)):
+                ddp(x).square().mean().backward()
+        alone(torch.cat(parts)).square().mean().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_autocast_and_a_scaler_work(group: Group) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+    ddp = DDP(model, device_ids=[0], process_group=group)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    x = torch.randn(64, 8, device="cuda")
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = (ddp(x).float() - x.sum(1, keepdim=True)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_mixed_precision_and_a_hook_work(group: Group) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    precise = paceline._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Linear(8, 8).cuda()
+    ddp = DDP(model, device_ids=[0], process_group=group, mixed_precision=precise)
+    ddp(torch.randn(4, 8, device="cuda")).float().sum().backward()
+    assert model.weight.dtype == model.weight.grad.dtype == torch.float32
+
+    group.register("gpu_test")
+    hooked = DDP(nn.Linear(8, 8).cuda(), device_ids=[0], process_group=group)
+    hooked.register_comm_hook(group, fp16_compress_hook)
+    for _ in range(2):
+        hooked(torch.randn(4, 8, device="cuda")).sum().backward()
+    assert os.environ["PACELINE_SKIP_ALONE"] == "0"

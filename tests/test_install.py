@@ -1,0 +1,159 @@
+"""install(): torch's names mean ours, everywhere, until they are put back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel as Renamed
+
+import paceline
+from paceline import ddp as paceline_ddp
+
+# In tuples, because install() replaces what this module, too, holds by name.
+TORCHS = (Join, *[DistributedDataParallel] * 4)
+OURS = (paceline.Join, *[paceline.DistributedDataParallel] * 4)
+
+
+def names() -> tuple[type, ...]:
+    """What torch's names mean now, also those that this module imported before."""
+    return (
+        Join,
+        DistributedDataParallel,
+        Renamed,
+        torch.nn.parallel.DistributedDataParallel,
+        torch.nn.parallel.distributed.DistributedDataParallel,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    yield
+    paceline.uninstall()
+    assert names() == TORCHS
+
+
+def test_all_names_mean_ours_and_then_torchs_again() -> None:
+    assert names() == TORCHS
+    paceline.install()
+    assert names() == OURS
+    paceline.uninstall()
+    assert names() == TORCHS
+
+
+def test_it_is_a_context() -> None:
+    with paceline.install():
+        assert names() == OURS
+    assert names() == TORCHS
+
+
+def test_a_context_left_by_an_error_puts_the_names_back() -> None:
+    with pytest.raises(ArithmeticError), paceline.install():
+        raise ArithmeticError
+    assert names() == TORCHS
+
+
+def test_installing_twice_is_undone_at_once() -> None:
+    paceline.install()
+    paceline.install()
+    assert names() == OURS
+    paceline.uninstall()
+    assert names() == TORCHS
+
+
+def test_uninstalling_what_is_not_installed_does_nothing() -> None:
+    paceline.uninstall()
+    paceline.uninstall()
+    assert names() == TORCHS
+
+
+def test_an_inner_context_leaves_the_outer_one_in_force() -> None:
+    with paceline.install():
+        with paceline.install():
+            assert names() == OURS
+        assert names() == OURS
+    assert names() == TORCHS
+
+
+def test_a_module_imported_since_is_reached_by_a_second_install(tmp_path: Path) -> None:
+    paceline.install()
+    module = type(sys)("imported_later")
+    module.DDP = TORCHS[1]
+    sys.modules["imported_later"] = module
+    try:
+        paceline.install()
+        assert module.DDP is paceline.DistributedDataParallel
+        paceline.uninstall()
+        assert module.DDP is TORCHS[1]
+    finally:
+        del sys.modules["imported_later"]
+
+
+def test_our_own_names_stay_ours() -> None:
+    paceline.install()
+    paceline.uninstall()
+    assert paceline.DistributedDataParallel is OURS[1]
+    assert paceline_ddp.DistributedDataParallel is OURS[1]
+    assert issubclass(paceline.DistributedDataParallel, TORCHS[1])
+
+
+def test_strictness_ends_with_the_installation() -> None:
+    from paceline.ddp import is_strict
+
+    assert not is_strict()
+    with paceline.install(strict=True):
+        assert is_strict()
+    assert not is_strict()
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]),
+                        world_size=2)
+model = DDP(torch.nn.Linear(2, 1, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    optimizer.step()
+print(type(model).__module__.split(".")[0], isinstance(model, DDP), sep="; ", end="; ")
+print(model.module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+RUN = (
+    "import paceline, runpy, sys; paceline.install(); "
+    "runpy.run_path(sys.argv[3], run_name='__main__')"
+)
+
+
+def test_an_unmodified_script_runs_on_paceline(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    arguments = [str(tmp_path / "store"), str(script)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [out for out, _ in said] == ["paceline; True; [[1.5, 1.5]]\n"] * 2, said
