@@ -146,7 +146,7 @@ def test_inside_no_sync_buffers_come_apart_until_the_first_averaged_step() -> No
 
     # As in torch: the forward after an averaged step still makes them alike, and so does not the
     # one after a step inside no_sync.
-    assert run_ranks(2, one_rank) == [[2, 2, 0, 0, 2]] * 2
+    assert run_ranks(2, one_rank) == [[1, 1, 0, 0, 1]] * 2
 
 
 # What rules it.

@@ -14,6 +14,8 @@ from torch.futures import Future
 from ..groups import Group
 from .models import broadcast
 
+_PACKED = 1024 * 1024  # bytes; more than that is not copied together
+
 
 class _BufferCommHookLocation(Enum):
     """When a buffer hook runs."""
@@ -36,6 +38,42 @@ class _BufferCommHook:
         return bool(self.buffer_comm_hook_location.name == "POST_FORWARD")
 
 
+class _Pack:
+    """Memory in which small tensors of any types travel as one message, kept from pass to pass."""
+
+    def __init__(self, tensors: list[Tensor], group: Group) -> None:
+        self._group = group
+        self._kinds = [(t.dtype, t.shape, t.device) for t in tensors]
+        starts, size = [], 0
+        for tensor in tensors:
+            starts.append(size)
+            size += -(-tensor.nbytes // 16) * 16  # so that each can be read as its type
+        device = tensors[0].device
+        if device.type == "cpu" and group.capabilities.in_place_memory:
+            self._memory = group.allocate(size, torch.uint8)
+        else:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._places = [
+            self._memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            for at, t in zip(starts, tensors, strict=True)
+        ]
+
+    def fits(self, tensors: list[Tensor], group: Group) -> bool:
+        """Whether it was made for tensors like these."""
+        return group is self._group and self._kinds == [
+            (t.dtype, t.shape, t.device) for t in tensors
+        ]
+
+    def broadcast(self, tensors: list[Tensor], root: int) -> None:
+        """Give every rank the root's values."""
+        mine = self._group.rank() == root
+        if mine:
+            torch._foreach_copy_(self._places, tensors)
+        self._group.broadcast(self._memory, root)
+        if not mine:
+            torch._foreach_copy_(tensors, self._places)
+
+
 class Buffers:
     """The buffers of ``module``, except the ignored ones.
 
@@ -46,6 +84,7 @@ class Buffers:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._ignored = frozenset(ignored)
         self._homes = [(path, owner._buffers) for path, owner in module.named_modules()]
+        self._pack: _Pack | None = None
         self.hook: _BufferCommHook | None = None
         self.futures: list[Future[Any]] = []
 
@@ -83,11 +122,20 @@ class Buffers:
             torch.autograd._unsafe_preserve_version_counter(tuple(named.values())),
         ):
             if self.hook is None:
-                broadcast(group, list(named.values()), root)
+                self._broadcast(group, list(named.values()), root)
                 return
             futures = self.hook.buffer_comm_hook(self.hook.buffer_comm_hook_state, named)
         if futures is not None:
             self.futures.extend(futures if isinstance(futures, list) else [futures])
+
+    def _broadcast(self, group: Group, tensors: list[Tensor], root: int) -> None:
+        devices = {t.device for t in tensors}
+        if len(devices) > 1 or sum(t.nbytes for t in tensors) > _PACKED:
+            broadcast(group, tensors, root)
+            return
+        if self._pack is None or not self._pack.fits(tensors, group):
+            self._pack = _Pack(tensors, group)
+        self._pack.broadcast(tensors, root)
 
     def settle(self) -> None:
         """Wait for what a hook left to the end of the backward pass."""
