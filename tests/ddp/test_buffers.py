@@ -331,3 +331,17 @@ def test_a_hook_that_cannot_be_called_is_refused() -> None:
         assert not hasattr(ddp, "buffer_hook")
 
     run_ranks(1, one_rank)
+
+
+def test_all_buffers_may_be_ignored() -> None:
+    def one_rank(group: Group) -> float:
+        model = norm()
+        names = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        ddp = wrapped(group, model)
+        for step in range(2):
+            ddp(batch(group.rank(), step)).sum().backward()
+        return float(next(model.buffers()).sum())
+
+    means = run_ranks(2, one_rank)
+    assert means[0] != means[1]

@@ -129,6 +129,8 @@ class Buffers:
             self.futures.extend(futures if isinstance(futures, list) else [futures])
 
     def _broadcast(self, group: Group, tensors: list[Tensor], root: int) -> None:
+        if not tensors:  # all are ignored
+            return
         devices = {t.device for t in tensors}
         if len(devices) > 1 or sum(t.nbytes for t in tensors) > _PACKED:
             broadcast(group, tensors, root)
