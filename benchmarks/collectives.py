@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from report import Log, describe_machine, digits, row
+from step import make_mlp, make_transformer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,17 +127,6 @@ def _until(shm: Group, seconds: float) -> Iterator[int]:
 
 
 # -- a training step: in the ranks ------------------------------------------------------------
-
-
-def make_mlp() -> tuple[nn.Module, Tensor]:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(32, 1024)
-
-
-def make_transformer() -> tuple[nn.Module, Tensor]:
-    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return model, torch.randn(4, 64, 384)
 
 
 MODELS = {

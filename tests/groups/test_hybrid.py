@@ -12,8 +12,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import ReduceOp
 
+from paceline import DistributedDataParallel
 from paceline.errors import (
     CollectiveTimeoutError,
     EngineUnavailableError,
@@ -107,6 +109,34 @@ def _backend(group: Group) -> str:
 )
 def test_auto_picks_the_engine_that_fits_the_hosts(hosts: Pair, where: Where, backend: str) -> None:
     assert on_hosts(hosts, where, _backend, backend="auto") == [backend] * len(where)
+
+
+def _trained(group: Group) -> list[torch.Tensor]:
+    """Gradients after three steps, in buckets small enough that there are several."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 1))
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ddp.zero_grad()
+        whole = torch.randn(group.size(), 5, 8, generator=generator)
+        with ddp.weight(5 + group.rank()):  # all weights differ; the mean must know
+            ddp(whole[group.rank()]).square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    weights = [5 + rank for rank in range(group.size())]
+    for weight, part in zip(weights, whole, strict=True):
+        (model(part).square().mean() * (weight / sum(weights))).backward()
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+    return grads
+
+
+@pytest.mark.parametrize("where", [INTERLEAVED, ONE_AND_TWO])
+def test_a_wrapped_model_is_averaged_over_hosts(hosts: Pair, where: Where) -> None:
+    first, *others = on_hosts(hosts, where, _trained)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 def test_a_rank_knows_its_place_among_the_hosts() -> None:
