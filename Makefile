@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench parity clean
+.PHONY: help setup demo test slow check bench parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,9 @@ demo: $(READY) ## train a small model on several processes
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest
+
+slow: $(READY) ## run the tests that train for minutes
+	$(BIN)/python -m pytest -m slow
 
 parity: $(READY) ## run PyTorch's own distributed tests on paceline
 	$(BIN)/python -m tests.parity.runner

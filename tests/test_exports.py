@@ -63,6 +63,7 @@ EXPORTS = {
         "ProcessGroupFactory",
         "ReduceOp",
         "Store",
+        "Traffic",
         "Work",
         "capabilities",
         "current_process_group",

@@ -718,3 +718,150 @@ def _unjoined(step: int) -> str:
 def _some(names: Sequence[str], separator: str = ", ") -> str:
     more = f"{separator}… ({len(names)} in all)" if len(names) > 5 else ""
     return separator.join(list(names)[:5]) + more
+
+
+# -- averaging of parameters: averagers, LocalSGD, DiLoCo
+
+
+@dataclass(eq=False)
+class AveragingArgumentError(PacelineError, ValueError):
+    """An averager, LocalSGD or DiLoCo was given something it cannot work with."""
+
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}".strip()
+
+
+class AveragingTypeError(AveragingArgumentError, TypeError):
+    """The same, of a wrong type."""
+
+
+class UnsupportedParametersError(AveragingArgumentError, NotImplementedError):
+    """The same, where torch raises NotImplementedError."""
+
+
+@dataclass(eq=False)
+class RoundsMismatchError(PacelineError, RuntimeError):
+    """Ranks made a LocalSGD or DiLoCo that do not go together."""
+
+    rank: int
+    peer: int
+    fact: str
+    own: object
+    others: object
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.fact} is {self.own} here and {self.others} on rank "
+            f"{self.peer}. The ranks would exchange different things at different steps, so every "
+            "rank refuses. Make it with the same model and the same arguments on all of them."
+        )
+
+
+@dataclass(eq=False)
+class RoundsStateError(PacelineError, ValueError):
+    """A state dict that this LocalSGD or DiLoCo cannot go on from."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} Nothing was loaded. {self.remedy}"
+
+
+# -- gradients in shards ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ShardingError(PacelineError, ValueError):
+    """A model whose gradients cannot be cut into shards."""
+
+    rank: int
+    parameters: Sequence[str]
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: gradients of {_some(self.parameters)} cannot be cut into shards: "
+            "they are sparse, or parts of DTensors, or averaged by delay_all_reduce_named_params. "
+            "No rank has changed anything. Leave out ddp=, so that gradients are averaged whole."
+        )
+
+
+# -- sharded optimizers ---------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class OptimizerArgumentError(PacelineError, ValueError):
+    """A sharded optimizer, or what goes with it, was given something it cannot work with."""
+
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}".strip()
+
+
+class OptimizerTypeError(OptimizerArgumentError, TypeError):
+    """A sharded optimizer was given an object of a wrong type."""
+
+
+class OptimizerStateError(OptimizerArgumentError, RuntimeError):
+    """A sharded optimizer was asked for something it cannot do now."""
+
+
+# -- codecs ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class CodecSettingError(PacelineError, ValueError):
+    """A codec, or a hook that uses one, was given something it cannot work with."""
+
+    found: str
+    expected: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.found}: needs that {self.expected}. {self.remedy}".strip()
+
+
+@dataclass(eq=False)
+class CodecMismatchError(PacelineError, RuntimeError):
+    """Ranks want to encode gradients in different ways."""
+
+    rank: int
+    wanted: Sequence[str]  # by each rank
+
+    def __str__(self) -> str:
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.wanted))
+        return (
+            f"rank {self.rank}: ranks do not agree on how gradients are encoded ({said}). "
+            "Every rank raises this, and the codec in use stays. Give all ranks the same codec and "
+            "settings, and change them on all ranks at the same step."
+        )
+
+
+@dataclass(eq=False)
+class CodecStateError(PacelineError, RuntimeError, ValueError):
+    """A codec hook cannot do this now, or cannot go on from this state."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}"
+
+
+# Communication hooks.
+
+
+@dataclass(eq=False)
+class HookStateError(PacelineError, ValueError):
+    """A communication hook was given settings or a state that it cannot work with."""
+
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}".strip()

@@ -197,7 +197,7 @@ def test_parameters_that_a_step_leaves_out_stay_out() -> None:
                 ddp.zero_grad()
                 ddp(data(2, 3, seed=step), chosen=[step % 2]).sum().backward()
         grads = {n: p.grad for n, p in ddp.module.named_parameters()}
-        return grads, ddp._replica.reducer.used[-1]
+        return grads, ddp._replica.reducer.picture.used[-1]
 
     grads, used = run_ranks(len(STEPS), one_rank)[1]  # the last one: branch 1 in its step 3
     assert grads["others.1.weight"] is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline._reducer import header
-from paceline._reducer.header import Header
+from paceline._reducer.header import Header, Said
 
 
 def reduced(params: int, *ranks: dict[str, Any], dtype: torch.dtype = torch.float32) -> Header:
@@ -16,7 +16,8 @@ def reduced(params: int, *ranks: dict[str, Any], dtype: torch.dtype = torch.floa
     total = torch.zeros(header.length(len(ranks), params), dtype=dtype)
     for rank, said in enumerate(ranks):
         memory = torch.full_like(total, float("nan"))
-        header.write(memory, 1 / len(ranks), len(ranks), **{"active": rank, **said})
+        part = Said(**{"active": rank, **said})
+        header.write(memory, part, 1 / len(ranks), len(ranks))
         total += memory
     return Header.read(total, len(ranks))
 

@@ -1,8 +1,10 @@
 """Gradients in, averages out. ``reducer.py`` begins with how a backward pass goes."""
 
 from .bucket import Bucket, GradBucket
+from .passes import Pass
 from .plan import Assignment, Spec, assign
-from .reducer import Pass, Reducer
+from .reducer import Reducer
+from .shards import Shard, ShardedGradients
 from .tensors import local
 from .weights import Ledger
 
@@ -13,6 +15,8 @@ __all__ = [
     "Ledger",
     "Pass",
     "Reducer",
+    "Shard",
+    "ShardedGradients",
     "Spec",
     "assign",
     "local",

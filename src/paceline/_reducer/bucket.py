@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
+from typing_extensions import Self
 
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
-from .tensors import like, local, settled, view_for
+from .tensors import add_to_grad, like, local, settled, view_for
 
 
 class Phase(Enum):
@@ -64,7 +65,7 @@ class Bucket:
         dtype: torch.dtype | None = None,
         lends: bool = True,
         extra: int = 0,
-    ) -> Bucket:
+    ) -> Self:
         """A bucket for ``params`` in memory that ``group`` likes, and ``extra`` elements more."""
         mine = [local(p) for p in params]
         dtype = dtype or mine[0].dtype
@@ -80,6 +81,11 @@ class Bucket:
     def payload(self) -> Tensor:
         """The gradients, without what rides behind them."""
         return self.buffer[: sum(view.numel() for view in self.views)]
+
+    @property
+    def means(self) -> Tensor:
+        """Where the averages are once it is reduced."""
+        return self.payload
 
     def take(self, slots: Sequence[int], scale: float) -> None:
         """Move these gradients in, times ``scale``; a missing one counts as zeros."""
@@ -177,6 +183,13 @@ class Bucket:
         """Leave ``.grad`` as it was before the pass: nobody had a gradient."""
         self.kept.pop(slot, None)
 
+    def add(self, slot: int, total: Tensor) -> None:
+        """Add an average that came late, a plain tensor in the parameter's shape."""
+        add_to_grad(self.params[slot], total, sparse=False)
+
+    def conclude(self) -> None:
+        """All averages of the pass are in place."""
+
     def reset(self) -> None:
         """Be ready for the next pass."""
         self.phase = Phase.FILLING
@@ -233,6 +246,9 @@ class SparseBucket(Bucket):
 
     def withhold(self, slot: int) -> None:
         self.buffer = _no_entries(self.params[0])
+
+    def add(self, slot: int, total: Tensor) -> None:
+        add_to_grad(self.params[slot], total, sparse=True)
 
 
 class GradBucket:

@@ -69,33 +69,75 @@ class Header:
         return [round(share * ranks) for share in self.shares]
 
 
-def write(
-    memory: Tensor,
-    scale: float,
-    ranks: int,
-    *,
-    weight: float = 1.0,
-    trouble: bool = False,
-    late: bool = False,
-    weighed: bool = False,
-    active: int | None = None,
-    owing: bool = False,
-    absent: Collection[int] = (),
-    idle: Collection[int] = (),
-) -> None:
-    """Say this rank's part; ``scale`` is what gradients are multiplied by on the way to a mean.
+@dataclass(frozen=True)
+class Said:
+    """One rank's part of a header."""
 
-    ``active`` is this rank, unless it only stands in; ``owing``: it has run out. ``absent``
-    parameters have no gradient, ``idle`` ones one that this pass did not touch.
-    """
+    active: int | None = None  # this rank, unless it only stands in
+    weight: float = 1.0
+    trouble: bool = False
+    late: bool = False
+    weighed: bool = False
+    owing: bool = False  # it has run out
+    absent: Collection[int] = ()  # parameters that have no gradient
+    idle: Collection[int] = ()  # have one that this pass did not touch
+
+    @property
+    def usual(self) -> bool:
+        """Whether nothing is special about this pass."""
+        special = self.trouble or self.late or self.weighed or self.absent or self.idle
+        return self.active is not None and not special and not self.owing
+
+
+def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
+    """Say it; ``scale`` is what gradients are multiplied by on the way to a mean."""
     memory.fill_(scale)
     start = _FIXED + ranks
     fixed = torch.zeros(start, dtype=memory.dtype)
-    fixed[:_FIXED] = torch.tensor([weight, trouble, late, weighed], dtype=memory.dtype) * scale
-    if active is not None:
-        fixed[_FIXED + active] = 0.5 if owing else 1.0
+    first = [said.weight, said.trouble, said.late, said.weighed]
+    fixed[:_FIXED] = torch.tensor(first, dtype=memory.dtype) * scale
+    if said.active is not None:
+        fixed[_FIXED + said.active] = 0.5 if said.owing else 1.0
     memory[:start].copy_(fixed)
-    for numbers, said in ((absent, 0.0), (idle, _IDLE * scale)):
+    for numbers, value in ((said.absent, 0.0), (said.idle, _IDLE * scale)):
         if numbers:
             where = torch.tensor(sorted(numbers), device=memory.device) + start
-            memory.index_fill_(0, where, said)
+            memory.index_fill_(0, where, value)
+
+
+class Mailbox:
+    """Writes headers quickly, and reads them when that need not stop a device."""
+
+    def __init__(self) -> None:
+        self._usual = torch.empty(0)  # the header of a pass in which nothing is special
+        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
+        """Say this rank's part; what is usual is kept ready."""
+        if not said.usual:
+            write(memory, said, scale, ranks)
+            return
+        if self._usual.dtype != memory.dtype or self._usual.shape != memory.shape:
+            self._usual = torch.empty_like(memory)
+            write(self._usual, said, scale, ranks)
+        memory.copy_(self._usual)
+
+    def read(self, memory: Tensor, ranks: int, *, now: bool) -> Header | None:
+        """What the ranks said, or with ``now=False`` None: :meth:`earlier` has it a pass later."""
+        if now:
+            return Header.read(memory, ranks)
+        if ranks > 1:
+            copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+            copy.copy_(memory, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._unread = copy, event
+        return None
+
+    def earlier(self, ranks: int) -> Header | None:
+        """What was said in a pass before and not read then."""
+        if self._unread is None:
+            return None
+        (copy, event), self._unread = self._unread, None
+        event.synchronize()
+        return Header.read(copy, ranks)

@@ -26,7 +26,7 @@ class Delayed:
         broadcast(group, [param.detach() for param in self.params], 0)
         policy = Reduction(BucketCaps.create(None, None))
         self.reducer = Reducer(self.params, [name for name, _ in named], group, policy)
-        self.reducer.remove_hooks()
+        self.reducer.listeners.remove()
         self._handle = sets_off.register_post_accumulate_grad_hook(self._set_off)
 
     def _set_off(self, _param: Tensor) -> None:

@@ -67,8 +67,8 @@ def logging_data(replica: Replica, wrapper: Any, torch_error: str) -> dict[str, 
         **replica.times.kept,
         **environment(replica.group.backend),
         "has_error": int(bool(error)),
-        "can_set_static_graph": int(reducer.passes > 0 and reducer.steady),
-        "prev_iteration_grad_ready_order_indices": _joined(reducer.learned),
+        "can_set_static_graph": int(reducer.passes > 0 and reducer.picture.steady),
+        "prev_iteration_grad_ready_order_indices": _joined(reducer.listeners.learned),
     }
     if error:
         data["error"] = error
@@ -106,20 +106,20 @@ def _settings(replica: Replica, wrapper: Any) -> dict[str, Any]:
 
 def _sizes(replica: Replica) -> dict[str, Any]:
     reducer = replica.reducer
-    sizes = [spec.nbytes for spec in reducer.specs]
+    sizes = [spec.nbytes for spec in reducer.layout.specs]
     data: dict[str, Any] = {
         "total_parameter_size_bytes": sum(sizes),
         "num_parameter_tensors": len(sizes),
-        "unused_parameter_size": sum(sizes[n] for n in reducer.unused),
-        "num_buckets_reduced": len(reducer.plan),
-        "bucket_sizes": _joined(_bucket_sizes(reducer.first_plan, sizes)),
-        "initial_bucket_size_limits": _joined(reducer.first_caps),
-        "has_rebuilt_buckets": int(reducer.rebuilt),
+        "unused_parameter_size": sum(sizes[n] for n in reducer.picture.unused),
+        "num_buckets_reduced": len(reducer.layout.plan),
+        "bucket_sizes": _joined(_bucket_sizes(reducer.layout.first_plan, sizes)),
+        "initial_bucket_size_limits": _joined(reducer.layout.first_caps),
+        "has_rebuilt_buckets": int(reducer.layout.rebuilt),
     }
-    if reducer.rebuilt:
-        data["rebuilt_bucket_sizes"] = _joined(_bucket_sizes(reducer.plan, sizes))
+    if reducer.layout.rebuilt:
+        data["rebuilt_bucket_sizes"] = _joined(_bucket_sizes(reducer.layout.plan, sizes))
         data["rebuilt_bucket_size_limits"] = _joined(reducer.policy.caps.rebuilt)
-        rows = [" ".join(map(str, row)) for row in reducer.plan]
+        rows = [" ".join(map(str, row)) for row in reducer.layout.plan]
         data["rebuilt_per_bucket_param_indices"] = ", ".join(rows)
     return data
 

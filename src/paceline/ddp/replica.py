@@ -12,19 +12,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._reducer import GradBucket, Ledger, Reducer, local
+from .._reducer import GradBucket, Ledger, Pass, Reducer, ShardedGradients, local
 from ..errors import (
     GraphChangedError,
     ModuleArgumentError,
+    ModuleStateError,
     PacelineError,
     PeerLeftError,
+    ShardingError,
     UnfinishedReductionError,
 )
 from ..groups import Group
@@ -121,8 +122,7 @@ class Replica:
             sparse=[p in sparse for p in self._trained.values()],
             wanted=self._averages_now,
         )
-        reducer.after_pass.append(self._after_pass)
-        reducer.ended = self.times.note
+        reducer.after_pass += [self._after_pass, self.times.note]
         reducer.after_failure.append(self._after_failure)
         return reducer
 
@@ -131,12 +131,14 @@ class Replica:
         graded = [p.requires_grad for p in self._all.values()]
         if graded == self._graded:
             return
+        self._refuse_if_sharded("parameters were frozen or thawed")
         self.verify()
         old = self.reducer
         old.retire()
         self.reducer = self._new_reducer(old.policy)
         self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
         self.reducer.after_bucket = old.after_bucket
+        self.reducer.after_average = old.after_average
         if old.hook is not None:
             self.reducer.set_hook(old.hook)
 
@@ -203,7 +205,7 @@ class Replica:
 
     def refuse_unfinished(self) -> None:
         """Strict: raise if the last pass left parameters out."""
-        missing = self.reducer.unfinished
+        missing = self.reducer.picture.unfinished
         if not missing or not self._averages_now():
             return
         rank = self.group.rank()
@@ -237,7 +239,7 @@ class Replica:
             with contextlib.suppress(PacelineError):
                 companion.end_early()
 
-    def _after_pass(self) -> None:
+    def _after_pass(self, _done: Pass) -> None:
         told = self.reducer.told
         if self.in_join() and self.forward_buffers and self.buffers and told is not None:
             active = told.stepping_ranks()
@@ -285,12 +287,32 @@ class Replica:
         """Average with a communication hook."""
         self.reducer.set_hook(lambda bucket: hook(state, bucket))
 
+    def shard_gradients(self) -> ShardedGradients:
+        """From now on each rank gets the averages of its own stretch of each bucket only."""
+        sparse = sparse_parameters(self.module)
+        unfit = [
+            name
+            for name, param in self._trained.items()
+            if param in sparse or local(param) is not param or self.companions
+        ]
+        if unfit:
+            raise ShardingError(self.group.rank(), unfit)
+        return self.reducer.shard()
+
+    def _refuse_if_sharded(self, what: str) -> None:
+        if self.reducer.layout.sharded:
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: {what} while an optimizer holds a shard of the "
+                "gradients. Every rank stops here. Make the model and its optimizer anew."
+            )
+
     def make_static(self) -> None:
         """From now on a graph that changes is an error."""
-        self.reducer.policy = replace(self.reducer.policy, static_graph=True)
+        self.reducer.make_static()
 
     def move_to(self, group: Group) -> None:
         """Go on in another group; every one of its ranks does so at the same time."""
+        self._refuse_if_sharded("the group was changed")
         self.group = group
         for reducer in (self.reducer, *self.companions):
             reducer.move_to(group)

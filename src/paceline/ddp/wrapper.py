@@ -24,7 +24,9 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.utils.hooks import RemovableHandle
 
+from .._reducer import ShardedGradients
 from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
 from ..join import Join, Joinable
 from ..policies import BucketCaps
@@ -133,6 +135,7 @@ class DistributedDataParallel(TorchDDP, Joinable):
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._torch_logger: Any = None
+        self._shards: ShardedGradients | None = None
 
     def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
         """Everything that belongs to this process: the replica, hooks on the module."""
@@ -217,7 +220,7 @@ class DistributedDataParallel(TorchDDP, Joinable):
                 self._replica.after_forward(output)
         else:
             self._replica.after_forward(output)
-        self._has_rebuilt_buckets = self._replica.reducer.rebuilt
+        self._has_rebuilt_buckets = self._replica.reducer.layout.rebuilt
         return output
 
     def _lazy_init(self) -> None:
@@ -291,6 +294,34 @@ class DistributedDataParallel(TorchDDP, Joinable):
     def sync_grads(self) -> None:
         """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
         self._replica.sync_grads()
+
+    def after_backward(self, callback: Callable[[], None]) -> RemovableHandle:
+        """Call ``callback`` whenever a backward pass has left averages in ``.grad``.
+
+        On this rank, in the thread of the backward pass, before ``backward()`` returns. Passes
+        inside :meth:`no_sync` are not told of. ``remove()`` of the result ends it.
+        """
+        callbacks = self._replica.reducer.after_average
+        handle = RemovableHandle(callbacks)
+        callbacks[handle.id] = callback
+        return handle
+
+    def shard_gradients(self) -> ShardedGradients:
+        """Leave each rank only its part of the averages, for an optimizer that is spread as well.
+
+        Every rank calls it, between two steps. Buckets are reduced and scattered from then on, half
+        the bytes of an average for all; ``.grad`` of the parameters stays None after a backward
+        pass, and this rank's means are in the shards. ``paceline.optim.ZeroRedundancyOptimizer``
+        calls it when it is given ``ddp=``.
+        """
+        self._shards = self._replica.shard_gradients()
+        return self._shards
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, shards of them included."""
+        nn.Module.zero_grad(self, set_to_none)
+        if self._shards is not None:
+            self._shards.clear()
 
     @property
     def require_backward_grad_sync(self) -> bool:

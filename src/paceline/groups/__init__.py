@@ -14,6 +14,7 @@ from .factory import (
 )
 from .group import Group
 from .torch_world import offer_to_init_process_group
+from .traffic import Traffic
 from .work import FINISHED, Work
 
 offer_to_init_process_group()
@@ -29,6 +30,7 @@ __all__ = [
     "ProcessGroupFactory",
     "ReduceOp",
     "Store",
+    "Traffic",
     "Work",
     "capabilities",
     "current_process_group",

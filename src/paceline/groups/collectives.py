@@ -29,6 +29,7 @@ from ..errors import CollectiveArgumentError, GroupClosedError
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
+from .traffic import Traffic
 from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
 
 Timeout = timedelta | float | None
@@ -72,6 +73,7 @@ class Collectives(ProcessGroup):
         self._checker = Checker(rank, size, engine)
         self._hooks: OrderedDict[int, Hooks] = OrderedDict()
         self._sequence = itertools.count(1)
+        self.traffic = Traffic(size)
         self._watcher = Watcher("paceline-group-futures")
         self._coalescing: list[TorchWork] | None = None
 
@@ -188,6 +190,16 @@ class Collectives(ProcessGroup):
         pairs = zip(inputs, outputs, strict=True)
         calls = [("reduce_scatter_single", (i,), (o,)) for i, o in pairs]
         return self._do_all(calls, timeout, async_op, op)
+
+    def start_reduce_scatter(
+        self, output: Tensor, input: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
+    ) -> TorchWork:
+        """:meth:`reduce_scatter_single` that returns at once; ``quiet`` as above.
+
+        ``output`` may be this rank's part of ``input``.
+        """
+        kind: Kind = "reduce_scatter_single"
+        return self._do(kind, (input,), (output,), None, True, op, quiet=quiet)
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -432,6 +444,7 @@ class Collectives(ProcessGroup):
         if reduction == "premul_sum":
             call.reduction, call.factor = "sum", factor_of(op)
         self._checker.check(call)
+        self.traffic.note(kind, call.nbytes)
         finisher = make_dense(call, self._rank)
         if self._hooks or finisher is not None:
             return self._observed(call, async_op, finisher)

@@ -311,6 +311,7 @@ class Group(Collectives):
         self._engine = self._reopened(store, rank, len(new), timeout)
         self._members = tuple(self._members[r] for r in new)
         self._rank, self._size, self._store, self._closed = rank, len(new), store, ""
+        self.traffic.resize(len(new))
         self._checker = Checker(rank, len(new), self._engine)
         return self
 

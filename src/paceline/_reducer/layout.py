@@ -1,0 +1,155 @@
+"""Layout: which bucket holds which parameter's gradient, now and from the next pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..groups import Group
+from ..policies import Reduction
+from . import header
+from .bucket import Bucket, SparseBucket
+from .plan import Assignment, Spec, first_plan, learned_plan
+from .shards import ShardedBucket
+from .tensors import local
+
+_LARGE = 256 * 1024  # bytes
+
+
+class Layout:
+    """The plan, and the buckets that were last laid out as one said."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], sparse: Sequence[bool], policy: Reduction
+    ) -> None:
+        self.params = tuple(params)
+        self.policy = policy
+        self.buckets: list[Bucket] = []
+        self.rebuilt = False  # the plan was made anew, in the order of arrival
+        self.sharded = False  # each rank keeps a stretch of each bucket
+        self._sparse = tuple(sparse) or (False,) * len(self.params)
+        self.specs = [self._spec(number) for number in range(len(self.params))]
+        static = policy.static_graph
+        self.first_caps, _ = policy.caps.compute_bucket_size_limits(static, policy.find_unused)
+        self.plan: Assignment = first_plan(self.specs, self.first_caps)
+        self.first_plan = self.plan
+
+    def _spec(self, number: int) -> Spec:
+        mine = local(self.params[number])
+        return Spec(mine.nbytes, (mine.dtype, mine.device), self._sparse[number])
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether a parameter's gradients are sparse."""
+        return self._sparse[number]
+
+    def is_large(self, number: int) -> bool:
+        """Whether a gradient is taken, and its memory given back, as soon as it comes.
+
+        Not on a device: there one copy of a whole bucket is worth more than its memory.
+        """
+        on_cpu = self.params[number].device.type == "cpu"
+        return on_cpu and self.specs[number].nbytes >= _LARGE
+
+    @property
+    def place(self) -> dict[int, tuple[int, int]]:
+        """Where each parameter is planned to lie: bucket and slot."""
+        return {n: (b, s) for b, row in enumerate(self.plan) for s, n in enumerate(row)}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether gradients travel in 16 bits, where a number of tokens would overflow."""
+        kinds = {self.policy.dtype or local(p).dtype for p in self.params}
+        return any(kind.itemsize < 4 for kind in kinds)
+
+    # -- plans --------------------------------------------------------------------------------
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the plan is made anew in the order of arrival; torch's flag forbids it."""
+        allowed = self.policy.static_graph or not self.policy.find_unused
+        return allowed and not self.sharded
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Plan in the order in which gradients arrive."""
+        self.plan = learned_plan(self.specs, self.policy.caps.rebuilt, order)
+        self.rebuilt = True
+
+    def keep_only(self, wanted: Callable[[int], bool]) -> None:
+        """Leave parameters out of the plan that nobody wants; not all of them."""
+        rows = (tuple(n for n in row if wanted(n)) for row in self.plan)
+        self.plan = tuple(row for row in rows if row) or self.plan
+
+    def forget(self) -> None:
+        """Plan as before the first pass; the buckets are gone."""
+        self.buckets = []
+        self.plan, self.rebuilt = self.first_plan, False
+
+    def shard(self) -> None:
+        """Keep to one plan from now on, of buckets of which each rank gets its stretch."""
+        self.sharded = True
+        self.first_plan = first_plan(self.specs, self.policy.caps.rebuilt)
+        self.forget()
+
+    # -- buckets ------------------------------------------------------------------------------
+
+    def settle(self, group: Group, *, header_rides: bool) -> bool:
+        """Lay the buckets out as planned, if they are not; gradients move with them."""
+        if tuple(bucket.numbers for bucket in self.buckets) == self.plan:
+            return False
+        held = {n: p.grad for n, p in enumerate(self.params) if p.grad is not None}
+        views = {id(grad) for bucket in self.buckets for grad in bucket.grads}
+        self.buckets = []
+        last = len(self.plan) - 1
+        self.buckets = [
+            self._allocate(i, row, group, header_rides=header_rides and i == last)
+            for i, row in enumerate(self.plan)
+        ]
+        for bucket in self.buckets:
+            for slot, number in enumerate(bucket.numbers):
+                if bucket.lends and id(held.get(number)) in views:
+                    bucket.views[slot].copy_(local(held.pop(number)))
+                    bucket.params[slot].grad = bucket.grads[slot]
+        return True
+
+    def carries_header(self, numbers: Sequence[int]) -> bool:
+        """Whether a header fits behind these parameters' gradients."""
+        dtype = self.policy.dtype or local(self.params[numbers[0]]).dtype
+        return not self.sharded and not self._sparse[numbers[0]] and header.can_ride(dtype)
+
+    def _allocate(
+        self, index: int, numbers: Sequence[int], group: Group, *, header_rides: bool
+    ) -> Bucket:
+        params = [self.params[n] for n in numbers]
+        if self._sparse[numbers[0]]:
+            return SparseBucket.hold(index, numbers[0], params[0])
+        kind = ShardedBucket if self.sharded else Bucket
+        rides = header_rides and self.carries_header(numbers)
+        extra = header.length(group.size(), len(self.params)) if rides else 0
+        return kind.allocate(
+            index,
+            numbers,
+            params,
+            group,
+            dtype=self.policy.dtype,
+            lends=self.policy.grads_are_views,
+            extra=extra,
+        )
+
+
+def agreed_order(
+    group: Group, arrival: Sequence[int], params: int, device: torch.device
+) -> list[int]:
+    """The order in which gradients last came on rank 0; every rank calls it."""
+    order = last_times(arrival)
+    agreed = torch.full((params,), -1, dtype=torch.int64)
+    agreed[: len(order)] = torch.tensor(order, dtype=torch.int64)
+    agreed = agreed.to(device)
+    group.broadcast(agreed, 0)
+    return [number for number in agreed.tolist() if number >= 0]
+
+
+def last_times(arrival: Sequence[int]) -> list[int]:
+    """Each number once, in the order of its last time."""
+    return list(dict.fromkeys(reversed(arrival)))[::-1]

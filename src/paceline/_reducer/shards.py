@@ -1,0 +1,148 @@
+"""Buckets of which each rank keeps one stretch: half the bytes of an average for all.
+
+An optimizer whose state is spread over the ranks (ZeRO) updates, on each rank, one part of the
+parameters; only that part of the gradients is needed there. A :class:`ShardedBucket` is therefore
+reduced and scattered. The means are in :attr:`Shard.grad`, and ``.grad`` of the parameters is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ..groups import Group, ReduceOp
+from .bucket import Bucket, Phase
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+# These send a rank what it keeps; others' reduce-scatter is a whole all-reduce.
+_SCATTERING = frozenset({"shm", "nccl", "threads", "fake", "hybrid"})
+
+
+@dataclass(eq=False, slots=True)
+class Shard:
+    """This rank's part of one bucket."""
+
+    params: tuple[nn.Parameter, ...]  # they lie one after another, each in its own memory order
+    numel: int  # of the whole bucket, filled up to a multiple of the number of ranks
+    start: int  # this rank's stretch of it
+    stop: int
+    grad: Tensor | None = None  # the mean over ranks, since it was last cleared
+
+    def accept(self, mean: Tensor) -> None:
+        """A pass brought ``mean``, in memory that the next pass will use."""
+        if self.grad is None:
+            self.grad = mean
+        else:
+            self.grad.add_(mean)
+
+    def rescue(self, memory: Tensor) -> None:
+        """Keep what was not cleared: a pass is about to use ``memory``."""
+        if self.grad is not None and self.grad.data_ptr() == memory.data_ptr():
+            self.grad = self.grad.clone()
+
+
+@dataclass(eq=False, slots=True)
+class ShardedBucket(Bucket):
+    """A bucket that is reduced and scattered."""
+
+    shard: Shard | None = None
+    _parts: Tensor | None = None  # what the ranks sent of this rank's stretch
+
+    @classmethod
+    def allocate(
+        cls,
+        index: int,
+        numbers: Sequence[int],
+        params: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        dtype: torch.dtype | None = None,
+        lends: bool = True,
+        extra: int = 0,
+    ) -> Self:
+        payload = sum(p.numel() for p in params)
+        padding = -payload % group.size()
+        bucket = super(ShardedBucket, cls).allocate(
+            index, numbers, params, group, dtype=dtype, lends=False, extra=padding
+        )
+        each, rank = (payload + padding) // group.size(), group.rank()
+        bucket.buffer[payload:].zero_()
+        bucket.shard = Shard(bucket.params, payload + padding, rank * each, (rank + 1) * each)
+        return bucket
+
+    @property
+    def own(self) -> Shard:
+        """This rank's part."""
+        assert self.shard is not None
+        return self.shard
+
+    @property
+    def means(self) -> Tensor:
+        return self.buffer[self.own.start : self.own.stop]
+
+    def take(self, slots: Sequence[int], scale: float) -> None:
+        if not self.taken:
+            self.own.rescue(self.means)
+        super(ShardedBucket, self).take(slots, scale)
+        self.kept.clear()
+
+    def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
+        self._require(Phase.FILLING)
+        if group.backend in _SCATTERING:
+            op = ReduceOp.AVG if average else ReduceOp.SUM
+            self.work = group.start_reduce_scatter(self.means, self.buffer, op, quiet=quiet)
+        else:
+            self._parts = torch.empty_like(self.buffer)
+            self.work = group.all_to_all_single(self._parts, self.buffer, async_op=True)
+        self.phase = Phase.IN_FLIGHT
+
+    def wait(self) -> None:
+        super(ShardedBucket, self).wait()
+        if self._parts is not None:
+            rows = self._parts.view(-1, self.own.stop - self.own.start)
+            torch.sum(rows, 0, out=self.means)
+            self._parts = None
+
+    def conclude(self) -> None:
+        self.own.accept(self.means)
+
+    def give_back(self, slot: int) -> None:
+        """Nothing: the mean is in the shard."""
+
+    def add(self, slot: int, total: Tensor) -> None:
+        own, start = self.own, sum(view.numel() for view in self.views[:slot])
+        low, high = max(own.start, start), min(own.stop, start + total.numel())
+        if low < high:
+            flat = total.new_empty(total.numel())
+            flat.as_strided(self.views[slot].shape, self.views[slot].stride()).copy_(total)
+            self.means[low - own.start : high - own.start].add_(flat[low - start : high - start])
+
+    def reset(self) -> None:
+        super(ShardedBucket, self).reset()
+        self._parts = None
+
+
+class ShardedGradients:
+    """This rank's part of the averaged gradients of a model; :meth:`clear` it after each step."""
+
+    def __init__(self, layout: Layout, group: Group) -> None:
+        self._layout = layout
+        self.group = group
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """One for each bucket, in the order in which they are sent."""
+        buckets = self._layout.buckets
+        return tuple(bucket.own for bucket in buckets if isinstance(bucket, ShardedBucket))
+
+    def clear(self) -> None:
+        """Forget the gradients, as ``zero_grad`` does."""
+        for shard in self.shards:
+            shard.grad = None

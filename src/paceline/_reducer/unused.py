@@ -1,0 +1,57 @@
+"""Picture: which parameters this rank's passes reached, and what rules say of that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ..errors import GraphChangedError, LateGradientError, PacelineError
+from ..policies import Reduction
+from .header import Header
+
+
+class Picture:
+    """What passes reached so far."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._first: frozenset[int] | None = None  # reached by the first pass
+        self.steady = True  # all passes reached the same so far
+        self.unused: frozenset[int] = frozenset()  # not reached here in the last pass
+        self.used = [0] * len(self._names)  # by how many ranks' graphs in the last pass
+        self.unfinished: tuple[int, ...] = ()  # strict: what the last pass did not reach
+
+    def named(self, numbers: Iterable[int]) -> list[str]:
+        """The parameters' names, in order."""
+        return [self._names[number] for number in sorted(numbers)]
+
+    def objection(
+        self, rank: int, missed: Collection[int], again: Collection[int], policy: Reduction
+    ) -> PacelineError | None:
+        """What is wrong with a pass that did not reach ``missed`` and came ``again`` to some."""
+        if again and not policy.static_graph:
+            return LateGradientError(rank, self.named(again))
+        reached = frozenset(range(len(self._names))).difference(missed)
+        if self._first is None:
+            self._first = reached
+        self.steady = self.steady and reached == self._first
+        changed = sorted(reached ^ self._first)
+        if not policy.static_graph or not changed:
+            return None
+        if policy.strict:
+            self.unfinished = tuple(changed)
+        return GraphChangedError(rank, changed, self.named(changed))
+
+    def conclude(self, missed: Collection[int], policy: Reduction) -> None:
+        """A pass of this rank's own is over."""
+        self.unused = frozenset(missed)
+        if policy.strict and not (policy.find_unused or policy.static_graph):
+            self.unfinished = tuple(sorted(self.unused))
+
+    def count(self, told: Header | None, ranks: int) -> None:
+        """Learn from the header on how many ranks each parameter was reached."""
+        if told is not None:
+            self.used = told.used(ranks)
+
+    def forget(self) -> None:
+        """The next pass is as a first one."""
+        self._first, self.unused, self.unfinished = None, frozenset(), ()
