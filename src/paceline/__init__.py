@@ -6,6 +6,8 @@
     policies.py    settings
     install.py     makes torch's names mean ours, and back
     ddp/           what the user wraps: DistributedDataParallel
+    hooks/         how a bucket is averaged: torch's hooks, and codecs that save bytes
+    optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
     join/          ranks with unequal amounts of data
     data.py        samplers for uneven shards
     metrics.py     reductions over uneven shards
@@ -17,7 +19,7 @@
 
 from typing import Any
 
-from . import data, ddp, errors, groups, join, metrics
+from . import data, ddp, errors, groups, hooks, join, metrics, optim
 from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
 from .groups import (
     Group,
@@ -54,10 +56,12 @@ __all__ = [
     "ddp",
     "errors",
     "groups",
+    "hooks",
     "install",
     "join",
     "metrics",
     "new_group",
+    "optim",
     "parallelize",
     "process_group",
     "register_backend",
@@ -73,6 +77,8 @@ def __getattr__(name: str) -> Any:
     private = {
         "_BucketCapacityConfig": policies.BucketCaps,
         "_MixedPrecision": ddp._MixedPrecision,
+        "HierarchicalModelAverager": optim.HierarchicalModelAverager,
+        "PeriodicModelAverager": optim.PeriodicModelAverager,
         "_DEFAULT_BUCKET_CAP_MB": policies.DEFAULT_CAP_MIB,
         "_MB_TO_BYTES": policies.MIB,
         "_dump_DDP_relevant_env_vars": ddp.dump_environment,

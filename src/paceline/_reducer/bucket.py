@@ -128,11 +128,11 @@ class Bucket:
         self.work = group.start_all_reduce(self.buffer, op, quiet=quiet)
         self.phase = Phase.IN_FLIGHT
 
-    def launch_hook(self, hook: Hook, *, last: bool) -> None:
-        """Let ``hook`` reduce it."""
+    def launch_hook(self, hook: Hook, *, last: bool, weight: float = 1.0) -> None:
+        """Let ``hook`` reduce it; ``weight`` is what gradients were multiplied by."""
         self._require(Phase.FILLING)
         self.phase = Phase.IN_FLIGHT
-        future = hook(GradBucket(self, last=last))
+        future = hook(GradBucket(self, last=last, weight=weight))
         if not isinstance(future, torch._C.Future):
             raise CommHookError(type(future).__name__)
         self.future = future
@@ -254,10 +254,13 @@ class SparseBucket(Bucket):
 class GradBucket:
     """A bucket as communication hooks see it; the interface of ``torch.distributed.GradBucket``."""
 
-    def __init__(self, bucket: Bucket, *, last: bool) -> None:
+    def __init__(self, bucket: Bucket, *, last: bool, weight: float = 1.0) -> None:
         self._bucket = bucket
         self._last = last
         self._buffer = bucket.payload
+        # What this rank's gradients were multiplied by, 0 while it stands in. A hook that keeps
+        # something from one pass to the next keeps it without: the next weight may be another.
+        self.weight = weight
 
     def index(self) -> int:
         """The bucket's place; buckets are launched in this order."""

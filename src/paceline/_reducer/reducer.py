@@ -30,9 +30,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed import Work as TorchWork
 
 from ..errors import LateGradientError, PacelineError, PeerError, UnweighableError
-from ..groups import Group, ReduceOp
+from ..groups import FINISHED, Group, ReduceOp
 from ..policies import Reduction
 from . import header
 from .bucket import Bucket, Hook, Phase
@@ -82,9 +83,11 @@ class Reducer:
         self._mailbox = Mailbox()
         self._ending: Callable[[], object] = _nothing  # of the backward that runs, while it does
         self._task = -1  # torch's number of it
+        self.handed_task = -1  # of one whose gradients a graph has handed over (handed.py)
         self._kept_here = False  # gradients came that are not to be averaged yet
         self._learning = False
         self._retired = False
+        self.prompt = True  # all calls of a pass are made in one order, before anything is awaited
         if not self.alone:
             self._learn()
 
@@ -187,6 +190,8 @@ class Reducer:
             return True
         if self._retired or self.alone:
             return False
+        if self.handed_task != -1 and self.handed_task == torch._C._current_graph_task_id():
+            return False  # a parameter that a graph used is visited too, with no gradient
         if self.ledger.weighs and not self.ledger.open:
             raise UnweighableError(self.group.rank())
         if not self._wanted():
@@ -294,8 +299,10 @@ class Reducer:
         if self.hook is None:
             bucket.launch(self.group, average=self._native, quiet=self._quiet)
         else:
+            weight = 0.0 if running.role is Role.STANDING_IN else self.ledger.owed()
+            last = bucket is self.layout.buckets[-1]
             with self._noting_failure():
-                bucket.launch_hook(self.hook, last=bucket is self.layout.buckets[-1])
+                bucket.launch_hook(self.hook, last=last, weight=weight)
         running.next += 1
 
     @contextlib.contextmanager
@@ -361,15 +368,19 @@ class Reducer:
         self._take_rest(buckets[-1])
         self._look_around()
         memory, rides = self._header_memory(buckets[-1])
-        if rides:
+        work: TorchWork = FINISHED
+        if rides or self.prompt:
             self._write_header(memory)
+        if self.prompt and not rides:
+            work = self.group.start_all_reduce(memory, self._op, quiet=self._quiet)
         self._launch(buckets[-1])
         for bucket in buckets:
             with self._noting_failure():
                 bucket.wait()
-        if not rides:  # after all else: a hook's future may still send what follows its first part
+        if not rides and not self.prompt:
             self._write_header(memory)
-            self.group.all_reduce(memory, self._op)
+            work = self.group.start_all_reduce(memory, self._op, quiet=self._quiet)
+        work.wait()
         return self._read_header(memory)
 
     def _look_around(self) -> None:
@@ -449,6 +460,8 @@ class Reducer:
     def _refuse_trouble(self, told: Header | None) -> None:
         """When a rank said that it cannot go on, raise what it says on every rank."""
         if told is None or not told.trouble:
+            if self.running.failure is not None:  # the header had left before
+                raise self.running.failure
             return
         mine = self.running.trouble
         said = self.group.all_gather_object(mine) if self._listens else []
@@ -533,9 +546,14 @@ class Reducer:
         if not self.alone:
             self._learn()
 
-    def set_hook(self, hook: Hook) -> None:
-        """Let ``hook`` average buckets from now on; every rank does so at the same time."""
-        self.hook = hook
+    def set_hook(self, hook: Hook, *, prompt: bool) -> None:
+        """Let ``hook`` average buckets from now on; every rank does so at the same time.
+
+        ``prompt``: it makes its collectives before it returns, so that the header can travel beside
+        them. Another one may still send something when its future is waited for, and the header
+        comes after all of that.
+        """
+        self.hook, self.prompt = hook, prompt
         self.layout.buckets = []
         if not self.alone:
             self._learn()

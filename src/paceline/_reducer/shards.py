@@ -8,7 +8,7 @@ reduced and scattered. The means are in :attr:`Shard.grad`, and ``.grad`` of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +21,6 @@ from .bucket import Bucket, Phase
 if TYPE_CHECKING:
     from .layout import Layout
 
-# These send a rank what it keeps; others' reduce-scatter is a whole all-reduce.
-_SCATTERING = frozenset({"shm", "nccl", "threads", "fake", "hybrid"})
-
 
 @dataclass(eq=False, slots=True)
 class Shard:
@@ -34,6 +31,7 @@ class Shard:
     start: int  # this rank's stretch of it
     stop: int
     grad: Tensor | None = None  # the mean over ranks, since it was last cleared
+    touched: set[int] = field(default_factory=set)  # places of parameters that it has means for
 
     def accept(self, mean: Tensor) -> None:
         """A pass brought ``mean``, in memory that the next pass will use."""
@@ -41,6 +39,11 @@ class Shard:
             self.grad = mean
         else:
             self.grad.add_(mean)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.grad = None
+        self.touched.clear()
 
     def rescue(self, memory: Tensor) -> None:
         """Keep what was not cleared: a pass is about to use ``memory``."""
@@ -53,7 +56,6 @@ class ShardedBucket(Bucket):
     """A bucket that is reduced and scattered."""
 
     shard: Shard | None = None
-    _parts: Tensor | None = None  # what the ranks sent of this rank's stretch
 
     @classmethod
     def allocate(
@@ -95,38 +97,26 @@ class ShardedBucket(Bucket):
 
     def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
         self._require(Phase.FILLING)
-        if group.backend in _SCATTERING:
-            op = ReduceOp.AVG if average else ReduceOp.SUM
-            self.work = group.start_reduce_scatter(self.means, self.buffer, op, quiet=quiet)
-        else:
-            self._parts = torch.empty_like(self.buffer)
-            self.work = group.all_to_all_single(self._parts, self.buffer, async_op=True)
+        op = ReduceOp.AVG if average else ReduceOp.SUM
+        self.work = group.start_reduce_scatter(self.means, self.buffer, op, quiet=quiet)
         self.phase = Phase.IN_FLIGHT
 
-    def wait(self) -> None:
-        super(ShardedBucket, self).wait()
-        if self._parts is not None:
-            rows = self._parts.view(-1, self.own.stop - self.own.start)
-            torch.sum(rows, 0, out=self.means)
-            self._parts = None
-
     def conclude(self) -> None:
-        self.own.accept(self.means)
+        if self.own.touched:
+            self.own.accept(self.means)
 
     def give_back(self, slot: int) -> None:
-        """Nothing: the mean is in the shard."""
+        """Only note it: the mean is in the shard."""
+        self.own.touched.add(slot)
 
     def add(self, slot: int, total: Tensor) -> None:
         own, start = self.own, sum(view.numel() for view in self.views[:slot])
+        own.touched.add(slot)
         low, high = max(own.start, start), min(own.stop, start + total.numel())
         if low < high:
             flat = total.new_empty(total.numel())
             flat.as_strided(self.views[slot].shape, self.views[slot].stride()).copy_(total)
             self.means[low - own.start : high - own.start].add_(flat[low - start : high - start])
-
-    def reset(self) -> None:
-        super(ShardedBucket, self).reset()
-        self._parts = None
 
 
 class ShardedGradients:
@@ -145,4 +135,4 @@ class ShardedGradients:
     def clear(self) -> None:
         """Forget the gradients, as ``zero_grad`` does."""
         for shard in self.shards:
-            shard.grad = None
+            shard.clear()

@@ -140,7 +140,7 @@ class Replica:
         self.reducer.after_bucket = old.after_bucket
         self.reducer.after_average = old.after_average
         if old.hook is not None:
-            self.reducer.set_hook(old.hook)
+            self.reducer.set_hook(old.hook, prompt=old.prompt)
 
     def _lend_to_layers(self) -> None:
         """Give SyncBatchNorm layers a group, of their own where one can be made."""
@@ -284,8 +284,13 @@ class Replica:
     # -- hooks --------------------------------------------------------------------------------
 
     def set_hook(self, state: object, hook: Callable[[object, GradBucket], Any]) -> None:
-        """Average with a communication hook."""
-        self.reducer.set_hook(lambda bucket: hook(state, bucket))
+        """Average with a communication hook.
+
+        One that makes all its collectives inside its call says so: it, or its state, has an
+        attribute ``prompt`` that is True.
+        """
+        prompt = any(getattr(thing, "prompt", False) is True for thing in (hook, state))
+        self.reducer.set_hook(lambda bucket: hook(state, bucket), prompt=prompt)
 
     def shard_gradients(self) -> ShardedGradients:
         """From now on each rank gets the averages of its own stretch of each bucket only."""

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from .._reducer import GradBucket
 from ..errors import ModuleStateError
-from ..groups import Group, ReduceOp
+from ..hooks import allreduce_hook
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -56,7 +56,7 @@ class TorchReducer:
         """torch needs to be told the rows in use; entries of any number travel here."""
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Tensor]:
-        return average_later(self._replica.group, bucket)
+        return allreduce_hook(self._replica.group, bucket)  # type: ignore[arg-type]
 
     def _run_comm_hook(self, bucket: GradBucket) -> Future[Tensor]:
         hook = self._replica.reducer.hook
@@ -71,17 +71,6 @@ class TorchReducer:
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Watch ``outputs`` for the backward pass."""
         self._replica.after_forward(list(outputs))
-
-
-def average_later(group: Group, bucket: GradBucket) -> Future[Tensor]:
-    """The mean of a bucket over ``group``, as a future."""
-    work = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
-    return work.get_future().then(_only_tensor)
-
-
-def _only_tensor(future: Future[Any]) -> Tensor:
-    value = future.value()
-    return value[0] if isinstance(value, list | tuple) else value  # type: ignore[no-any-return]
 
 
 def torch_logger(group: Any) -> Any:

@@ -3,7 +3,8 @@
 """DistributedDataParallel: torch's interface around a Replica.
 
 It is a subclass of torch's class, so that code which asks ``isinstance`` of it is answered with
-yes; it takes over none of its methods (``tests/ddp/test_wrapper.py`` sees to that).
+yes; it takes over none of its methods (``tests/ddp/test_wrapper.py`` sees to that). Names that only
+torch's own code asks for are in ``torch_names.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .._reducer import ShardedGradients
 from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..hooks import allreduce_hook, fp16_compress_hook
 from ..join import Join, Joinable
 from ..policies import BucketCaps
 from . import torch_args
-from .buffers import _BufferCommHook, _BufferCommHookLocation
 from .delayed import Delayed
 from .in_backward import adopt_optimizers, register_fused
 from .joining import (
@@ -41,16 +42,15 @@ from .joining import (
     common_rank,
     sync_final_model,
 )
-from .logging_data import logging_data
 from .mixed_precision import Caster, _MixedPrecision, strip
-from .models import broadcast
-from .replica import Replica, Weighing, sparse_parameters
-from .torch_reducer import TorchReducer, average_later, torch_logger
+from .replica import Replica, Weighing
+from .torch_names import TorchNames
+from .torch_reducer import TorchReducer
 
 log = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(TorchDDP, Joinable):
+class DistributedDataParallel(TorchNames, Joinable):
     """Wraps a module so that every rank's backward leaves the average of all ranks' gradients.
 
     Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` need not
@@ -359,94 +359,6 @@ class DistributedDataParallel(TorchDDP, Joinable):
         if self.find_unused_parameters:
             _warn_static()
 
-    # -- buffers ------------------------------------------------------------------------------
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether forward passes make buffers alike."""
-        return self._replica.forward_buffers
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self._forward_sync_buffers = self._replica.forward_buffers = value
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The old name."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike."""
-        return list(self._replica.buffers.named().values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The same by name."""
-        return self._replica.buffers.named()
-
-    def _assign_modules_buffers(self) -> None:
-        """torch's way to look where the buffers are now; ours always does."""
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward makes buffers alike."""
-        return self._replica.syncs_buffers
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and not self._replica.buffers.hooked_after
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._replica.buffers.hooked_after
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[..., Any],
-        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        if not callable(hook):
-            raise ModuleTypeError(f"hook must be callable, got {type(hook).__name__}.")
-        self._replica.buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
-
-    @property
-    def buffer_hook(self) -> _BufferCommHook:
-        """The hook that stands in for the broadcast."""
-        hook = self._replica.buffers.hook
-        if hook is None:
-            raise AttributeError("no buffer hook was registered")
-        return hook
-
-    def _sync_buffers(self) -> None:
-        self._replica.sync_buffers()
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self._replica.buffers.sync(self._replica.group, authoritative_rank)
-
-    def _check_and_sync_module_buffers(self) -> None:
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        self._distributed_broadcast_coalesced(
-            self.modules_buffers if bufs is None else bufs,
-            self.broadcast_bucket_size if bucket_size is None else bucket_size,
-            authoritative_rank,
-        )
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast(self._replica.group, tensors, authoritative_rank, buffer_size)
-
     # -- hooks and optimizers -----------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -459,14 +371,7 @@ class DistributedDataParallel(TorchDDP, Joinable):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         compressed = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
-
-        def builtin(group: Any, bucket: Any) -> Any:
-            if not compressed:
-                return average_later(group, bucket)
-            full = bucket.buffer()
-            bucket.set_buffer(full.to(torch.float16))
-            return average_later(group, bucket).then(lambda f: full.copy_(f.value()))
-
+        builtin = fp16_compress_hook if compressed else allreduce_hook
         self._set_comm_hook(self._replica.group, builtin, str(comm_hook_type))
 
     def _set_comm_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
@@ -625,124 +530,6 @@ class DistributedDataParallel(TorchDDP, Joinable):
         self.process_group = new_process_group
         self._replica.move_to(torch_args.wrapped_group(new_process_group, self.device))
 
-    # -- what torch's own code and tests ask for ----------------------------------------------
-
-    @property
-    def reducer(self) -> TorchReducer:
-        """What averages, by torch's names."""
-        return self._reducer
-
-    @property
-    def logger(self) -> Any:
-        """One of torch's loggers, for functions of torch's that want one."""
-        if self._torch_logger is None:
-            self._torch_logger = torch_logger(self._replica.group)
-        return self._torch_logger[0]
-
-    @property
-    def _bucket_config(self) -> BucketCaps:
-        return self._caps
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """How large a bucket may grow."""
-        return self._caps.bucket_bytes_cap
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """The same for each bucket, if they were given."""
-        return list(self._caps.per_bucket_bytes_caps)
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """Whether no size was asked for."""
-        return self._caps.first_bucket_bytes_cap < self.bucket_bytes_cap
-
-    @property
-    def _use_python_reducer(self) -> bool:
-        return False
-
-    @property
-    def _delay_all_reduce_params(self) -> list[nn.Parameter]:
-        return [] if self._delayed is None else list(self._delayed.params)
-
-    def _log_and_throw(self, kind: type[Exception], message: str) -> None:
-        self._error = f"{kind}: {message}"
-        raise kind(message)
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        trained = [p for p in self._module_parameters if p.requires_grad]
-        sparse = sparse_parameters(self.module)
-        return trained, [p in sparse for p in trained]
-
-    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        number = {p: i for i, p in enumerate(parameters)}
-        names: dict[int, str] = {}
-        for name, param in self.module.named_parameters():
-            if name in self.parameters_to_ignore or not param.requires_grad:
-                continue
-            if param not in number:
-                self._log_and_throw(
-                    ModuleArgumentError,
-                    f"Param with name {name} found in module parameters, but not DDP parameters.",
-                )
-            names[number[param]] = name
-        if len(names) != len(number):
-            self._log_and_throw(
-                ModuleArgumentError,
-                "Expected param to name mapping to cover all parameters, but got conflicting "
-                f"lengths: {len(number)} vs {len(names)}.",
-            )
-        return names
-
-    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for module in m.modules() if recurse else [m]:
-            yield from module.parameters(recurse=False)
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self._replica.group.rank()
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        for name, param in module.named_parameters():
-            if not hasattr(param, "_ddp_ignored"):
-                yield (name, param) if named_params else param
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        said = "" if self._torch_logger is None else _error_of(self._torch_logger[0])
-        return logging_data(self._replica, self, said)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            self._log_and_throw(
-                ModuleArgumentError,
-                "DDP runtime logging sample rate should be equal or greater than 1",
-            )
-        self._replica.times.sample_rate = sample_rate
-
-    def _remove_autograd_hooks(self) -> None:
-        self._replica.reducer.retire()
-
-    def _check_reducer_finalized(self) -> None:
-        self._replica.refuse_unfinished()
-
-    def _set_sparse_metadata(self, global_unique_ids: dict[str, Tensor]) -> None:
-        self._reducer._set_sparse_metadata(global_unique_ids)
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """torch clones outputs unless told not to; ours are watched, not touched."""
-        self._ddp_sink_clone = val
-
 
 def _names_of(
     module: nn.Module, delayed: Sequence[tuple[str, nn.Parameter]], hooked: nn.Parameter | None
@@ -777,10 +564,6 @@ def _bucket_annotations() -> tuple[Any, ...]:
 
     names = ("dist.GradBucket", "GradBucket", "torch.distributed.GradBucket")
     return (inspect.Parameter.empty, dist.GradBucket, GradBucket, *names)
-
-
-def _error_of(logger: Any) -> str:
-    return str(logger._get_ddp_logging_data().strs_map.get("error", ""))
 
 
 def _warn_static() -> None:

@@ -19,6 +19,7 @@ from torch.distributed import Work as TorchWork
 
 from ..errors import UnexpectedOptionError, UnknownOptionError
 from .engine import TORCH_OPS, Call, Capabilities
+from .gloo_pair import Pair
 from .work import Together, Watcher, Wrapped
 
 _GLOO_REDUCES = frozenset(
@@ -27,6 +28,7 @@ _GLOO_REDUCES = frozenset(
 )
 _OUR_TAG = 0x70616365  # of messages that stand in for a gather or a scatter
 _BITWISE = frozenset({"band", "bor", "bxor"})
+_COPIED = 64 * 1024  # bytes; gloo's gather copies more than that twice where broadcasts do not
 
 
 def open_gloo(
@@ -71,12 +73,14 @@ class TorchEngine:
 
     def __init__(self, inner: ProcessGroup, backend: str, device: torch.device) -> None:
         self.inner = inner
+        self._is_torchs = type(inner) is ProcessGroup
+        self.watcher = Watcher(f"paceline-{backend}-futures")
+        pair = self._is_torchs and backend == "gloo" and inner.size() == 2
+        self._pair = Pair(inner, self.watcher) if pair else None
         # gloo's destructor joins threads that may want the GIL, and only torch's own wrappers let
         # go of it first: they must be the last to hold the engine, and attributes go in order.
         self._last = [inner._get_backend(d) for d in _devices_of(inner)]
-        self._is_torchs = type(inner) is ProcessGroup
         self.device = device
-        self.watcher = Watcher(f"paceline-{backend}-futures")
         devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
         if backend == "gloo" and torch.cuda.is_available():
             devices.add("cuda")
@@ -119,6 +123,8 @@ class TorchEngine:
                 )
             elif call.reduction == "avg" and not dtype.is_floating_point and not dtype.is_complex:
                 return self._integer_average(call)
+        if self._pair is not None and self._pair.takes(call):
+            return self._pair.start(call)
         return self._START[call.kind](self, call)
 
     def _integer_average(self, call: Call) -> TorchWork:
@@ -142,6 +148,12 @@ class TorchEngine:
         options.timeout = timedelta(seconds=call.timeout)
         work = self.inner.allreduce(list(map(_real, call.outputs)), options)
         return work if self._is_torchs else _Foreign(work, call.outputs, self.watcher)
+
+    def _adds(self, call: Call) -> bool:
+        """Whether gloo's part could be a sum of ours."""
+        tensor = call.outputs[0]
+        sums = call.reduction in ("sum", "avg") and self.capabilities.backend == "gloo"
+        return sums and tensor.device.type == "cpu" and tensor.dtype.is_floating_point
 
     def _reduce(self, call: Call) -> TorchWork:
         options = c10d.ReduceOptions()
@@ -174,11 +186,14 @@ class TorchEngine:
         return Together(works, call.outputs, self.watcher)
 
     def _all_gather_single(self, call: Call) -> TorchWork:
+        given, rows = call.inputs[0], call.outputs[0].view(self.inner.size(), -1)
+        in_place = rows[self.inner.rank()].data_ptr() == given.data_ptr()
+        if in_place and self.capabilities.backend == "gloo" and given.nbytes > _COPIED:
+            works = [self._broadcast_one(row, root, call) for root, row in enumerate(rows)]
+            return Together(works, call.outputs, self.watcher)
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=call.timeout)
-        return self.inner._allgather_base(
-            call.outputs[0].view(-1), call.inputs[0].view(-1), options
-        )
+        return self.inner._allgather_base(rows.view(-1), given.view(-1), options)
 
     def _gather(self, call: Call) -> TorchWork:
         if self.capabilities.backend == "gloo":  # its own wants equal sizes
@@ -235,6 +250,8 @@ class TorchEngine:
         return self._then(work, call.outputs)
 
     def _reduce_scatter_single(self, call: Call) -> TorchWork:
+        if self._adds(call) and self._is_torchs:
+            return self._send_and_add(call)
         options = c10d.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
@@ -242,6 +259,21 @@ class TorchEngine:
             _real(call.outputs[0]), _real(call.inputs[0]), options
         )
         return self._then(work, call.outputs)
+
+    def _send_and_add(self, call: Call) -> TorchWork:
+        """Every rank gets its part from each; gloo's own would be an all-reduce of everything."""
+        given, kept = call.inputs[0], call.outputs[0]
+        parts = torch.empty_like(given)
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        inner = self.inner.alltoall_base(parts.view(-1), given.view(-1), [], [], options)
+
+        def add() -> None:
+            torch.sum(parts.view(-1, kept.numel()), 0, out=kept.view(-1))
+            if call.reduction == "avg":
+                kept.div_(self.inner.size())
+
+        return self._then(inner, call.outputs).then_do(add)
 
     def _all_to_all(self, call: Call) -> TorchWork:
         options = c10d.AllToAllOptions()

@@ -1,0 +1,99 @@
+"""The mean of a bucket over the ranks, now or later; what every other hook here is made of.
+
+Hooks take any group: ours, torch's, or None for the one that DDP itself would take. They return a
+future of one flat tensor. Annotations are real objects in these files, not texts: torch's own DDP
+compares them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.futures import Future
+
+from ..groups import Group, current_process_group
+
+# Engines that divide while they add. Elsewhere it is done beforehand: a sum may not fit 16 bits.
+_AVERAGES = frozenset({"shm", "nccl", "threads", "fake", "hybrid"})
+
+
+def allreduce_hook(
+    process_group: ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as DDP does without any hook; one to start from."""
+    return mean_later(group_of(process_group), bucket.buffer())
+
+
+allreduce_hook.prompt = True  # type: ignore[attr-defined]  # one collective, in its call
+
+
+def group_of(process_group: ProcessGroup | None) -> ProcessGroup:
+    """The given group, else the current one, else torch's default."""
+    if process_group is not None:
+        return process_group
+    return current_process_group() or _get_default_group()
+
+
+def mean_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
+    """The mean of ``tensor`` over ``group``, in place; returns at once."""
+    return first_of(_start(group, tensor).get_future())
+
+
+def mean_now(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    """The same, waited for."""
+    _start(group, tensor).wait()
+    return tensor
+
+
+def sum_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
+    """The sum of ``tensor`` over ``group``, in place; returns at once."""
+    return first_of(_add(group, tensor, ReduceOp.SUM).get_future())
+
+
+def gather_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
+    """Every rank's ``tensor``, in rows of one; returns at once."""
+    rows = tensor.new_empty(group.size(), tensor.numel())
+    if isinstance(group, Group):
+        work: Any = group.all_gather_single(rows.view(-1), tensor.view(-1), async_op=True)
+    else:
+        work = dist.all_gather(list(rows), tensor.view(-1), group=group, async_op=True)
+
+    def take(future: Future[Any]) -> Tensor:
+        future.value()  # raises what went wrong; what it holds differs between groups
+        return rows
+
+    future: Future[Tensor] = work.get_future().then(take)
+    return future
+
+
+def done(tensor: Tensor) -> Future[Tensor]:
+    """A future that has come."""
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def first_of(future: Future[Any]) -> Future[Tensor]:
+    """The tensor of a collective's future, which holds it in a list."""
+    return future.then(lambda done: one_tensor(done.value()))
+
+
+def one_tensor(value: Any) -> Tensor:
+    """What a hook's future holds; torch takes lists of one too."""
+    found: Tensor = value[0] if isinstance(value, list | tuple) else value
+    return found
+
+
+def _start(group: ProcessGroup, tensor: Tensor) -> Any:
+    if isinstance(group, Group) and group.backend in _AVERAGES:
+        return _add(group, tensor, ReduceOp.AVG)
+    return _add(group, tensor.div_(group.size()), ReduceOp.SUM)
+
+
+def _add(group: ProcessGroup, tensor: Tensor, op: Any) -> Any:
+    if isinstance(group, Group):
+        return group.all_reduce(tensor, op, async_op=True)
+    return dist.all_reduce(tensor, op, group=group, async_op=True)

@@ -1,0 +1,342 @@
+"""CodecHook: averages buckets in encoded form.
+
+::
+
+    hook = CodecHook(TopK(0.01) | Int8())
+    hook.register(ddp)
+    ...
+    hook.ratio  # how many times less was sent than by a plain all-reduce
+
+**Order.** A bucket is encoded and its first collective begun when it is full; everything after that
+happens when the last bucket of the pass has come. So all collectives are called by one thread, in
+an order that does not depend on which of them ends first, and decoding does not take the cores from
+the backward pass.
+
+**Errors.** What encoding loses is kept on this rank and sent with the next gradients
+(``codecs/memory.py``), by parameter, so buckets may be laid out anew. Gradients that ``ddp.weight``
+has weighed are encoded as they are weighed, and what is left of them is weighed anew in the next
+pass. A rank that only stands in, with weight 0, keeps what it has.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import Work as TorchWork
+from torch.distributed.distributed_c10d import _get_default_group
+
+from .._reducer import GradBucket, local
+from ..errors import CodecMismatchError, CodecSettingError, CodecStateError
+from ..groups import Group, current_process_group
+from .codecs.codec import Codec, RowCodec
+from .codecs.journey import Journey
+from .codecs.layout import Layout, Piece
+from .codecs.lowrank import PowerSGD
+from .codecs.memory import Held
+from .codecs.routes import Factored, Gathered, Route, TwoStages
+from .codecs.wire import Line, Meter
+
+SMALL = 4096  # elements
+
+
+class CodecHook:
+    """A communication hook that sends gradients through a codec.
+
+    ``small``: parameters with fewer elements travel as they are. ``error_feedback=False`` forgets
+    what encoding loses; then only codecs that are right on average are of use. All ranks give the
+    same settings; it is checked when the hook is registered, or with the first bucket.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        process_group: ProcessGroup | None = None,
+        *,
+        error_feedback: bool = True,
+        small: int = SMALL,
+    ) -> None:
+        self.codec = _checked(codec)
+        if small < 0:
+            raise CodecSettingError(f"CodecHook(small={small})", "small is not negative")
+        self.error_feedback = error_feedback
+        self.small = small
+        self.step = 0  # passes so far
+        self.residuals: Held = {}  # by parameter: what this rank has not sent yet
+        self._owned: Held = {}  # the same of the averages that are this rank's to encode
+        self._weight = 1.0  # what the gradients were multiplied by of which something is left
+        self._meter = Meter()
+        self._given = process_group
+        self._ddp: Callable[[], Any] = lambda: None
+        self._line: Line | None = None
+        self._agreed = False
+        self._known: dict[int, tuple[int, str, Tensor]] = {}  # id → number, name, the parameter
+        self._routes: dict[tuple[str, ...], Route] = {}
+        self._journeys: list[Journey] = []
+        self._within = False  # a pass
+
+    # -- use ----------------------------------------------------------------------------------
+
+    def register(self, ddp: Any) -> None:
+        """Average the gradients of ``ddp`` so; every rank calls it, before the first backward."""
+        self._ddp = weakref.ref(ddp)
+        for number, (name, param) in enumerate(ddp.module.named_parameters()):
+            self._known[id(param)] = number, name, param
+        self._agree(self.codec)
+        ddp.register_comm_hook(self, run_codec_hook)
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average a bucket; all of a pass are complete when its last one has come."""
+        try:
+            return self._begin(bucket).future
+        finally:
+            if bucket.is_last():
+                self._finish()
+
+    __call__ = reduce
+
+    def change(self, codec: Codec) -> None:
+        """Use another codec from the next pass on; every rank calls it between the same passes.
+
+        What was lost by the old one is still sent. When ranks want different codecs, all raise and
+        all stay with the one they have.
+        """
+        self._between_passes("change")
+        self._agree(_checked(codec))
+        self.codec = codec
+        self._start_over()
+
+    @property
+    def prompt(self) -> bool:
+        """Whether the reducer may count on calls of this hook to make all their collectives.
+
+        Not while ranks may find out in one that they do not agree.
+        """
+        return self._agreed
+
+    @property
+    def group(self) -> Group:
+        """Whom gradients are averaged with."""
+        return self._connect().group
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes this rank has put on the wire for gradients."""
+        return self._meter.sent
+
+    @property
+    def ratio(self) -> float:
+        """How many times less that is than a plain all-reduce of the buckets would have sent."""
+        return self._meter.ratio
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next pass depends on. Every rank has its own."""
+        self._between_passes("state_dict")
+        return {
+            "codec": repr(self.codec),
+            "codec_state": self.codec.state_dict(),
+            "step": self.step,
+            "weight": self._weight,
+            "ranks": self._connect().ranks,
+            "residuals": {name: held.clone() for name, held in self.residuals.items()},
+            "owned": {name: held.clone() for name, held in self._owned.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the next passes give the same bits as those of the run that saved it.
+
+        Among another number of ranks what was not sent yet is still sent, and the rest of the
+        state, which belongs to that number, is dropped.
+        """
+        self._between_passes("load_state_dict")
+        if state["codec"] != repr(self.codec):
+            raise CodecStateError(
+                f"The state is that of {state['codec']}, and this hook uses {self.codec}.",
+                "Make the hook with that codec, load the state, then change() it on all ranks.",
+            )
+        self._refuse_strangers(state["residuals"])
+        self.codec.load_state_dict(state["codec_state"])
+        self.step, self._weight = int(state["step"]), float(state["weight"])
+        self._routes.clear()
+        self.residuals = {name: held.clone() for name, held in state["residuals"].items()}
+        same = int(state["ranks"]) == self._connect().ranks
+        owned = state["owned"] if same else {}
+        self._owned = {name: held.clone() for name, held in owned.items()}
+
+    def _refuse_strangers(self, held: Mapping[str, Tensor]) -> None:
+        known = {name: local(param).numel() for _, name, param in self._known.values()}
+        strange = [name for name in held if known.get(name) != held[name].numel()]
+        if known and strange:
+            raise CodecStateError(
+                f"The state has errors of {', '.join(strange[:3])}, and the model has no such "
+                "parameters of that size.",
+                "Load the state of a run with the same model, registered in the same way.",
+            )
+
+    # -- a pass -------------------------------------------------------------------------------
+
+    def _begin(self, bucket: GradBucket) -> Journey:
+        if not self._within:
+            self._within = True
+            self._abandon()
+            self._connect()
+            self._weigh(_weight_of(bucket))
+            if not self._agreed:
+                self._agree(self.codec)
+        line, buffer = self._connect(), bucket.buffer()
+        if buffer.is_sparse:
+            steps = _sparse(line, buffer)
+            journey = Journey.begin(steps, buffer)
+        else:
+            self._meter.plain += line.plain_bytes(buffer)
+            route = self._route(bucket)
+            alone = bucket.is_last() and not self._journeys
+            silent = _weight_of(bucket) == 0
+            steps = route.travel(buffer, self.step, now=alone, silent=silent)
+            journey = Journey.begin(steps, buffer)
+        self._journeys.append(journey)
+        return journey
+
+    def _weigh(self, weight: float) -> None:
+        """Weigh what is left as the gradients that come now."""
+        if weight not in (0.0, self._weight):
+            for held in (*self.residuals.values(), *self._owned.values()):
+                held.mul_(weight / self._weight)
+            self._weight = weight
+
+    def _finish(self) -> None:
+        """Bring all buckets to their end, in turn."""
+        waiting, error = self._journeys, None
+        try:
+            while waiting:
+                waiting = [journey for journey in waiting if journey.advance()]
+        except BaseException as raised:
+            error = raised
+        for journey in self._journeys:
+            journey.end(error)
+        self._journeys = []
+        self._within = False
+        self.step += 1
+
+    def _abandon(self) -> None:
+        """A pass before this one was never finished."""
+        for journey in self._journeys:
+            journey.end(CodecStateError("The pass was never finished.", "Begin another one."))
+        self._journeys = []
+
+    # -- buckets ------------------------------------------------------------------------------
+
+    def _route(self, bucket: GradBucket) -> Route:
+        pieces = self._pieces(bucket)
+        names = tuple(piece.name for piece in pieces)
+        if names not in self._routes:
+            old = [key for key in self._routes if not set(key).isdisjoint(names)]
+            route = self._make_route(pieces, bucket.buffer())  # takes over what the old ones hold
+            for key in old:
+                del self._routes[key]
+            self._routes[names] = route
+        return self._routes[names]
+
+    def _pieces(self, bucket: GradBucket) -> list[Piece]:
+        pieces, at = [], 0
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if id(param) not in self._known:
+                number = len(self._known)
+                self._known[id(param)] = number, str(number), param
+            number, name, _ = self._known[id(param)]
+            pieces.append(Piece(name, number, tuple(gradient.shape), at))
+            at += gradient.numel()
+        return pieces
+
+    def _make_route(self, pieces: Sequence[Piece], like: Tensor) -> Route:
+        line, codec = self._connect(), self.codec
+        held = self.residuals if self.error_feedback else None
+        if isinstance(codec, PowerSGD):
+            layout = Layout.of(pieces, 1, lambda p: self._large(p) and codec.gains(p.shape))
+            return Factored(codec, layout, line, held, like)
+        assert isinstance(codec, RowCodec)
+        layout = Layout.of(pieces, codec.block, self._large)
+        if line.ranks <= 2 or not codec.dense or not layout.large:
+            return Gathered(codec, layout, line, held, like)
+        return TwoStages(codec, layout, line, held, like, self._owned)
+
+    def _large(self, piece: Piece) -> bool:
+        return piece.numel >= max(self.small, 1)
+
+    # -- the group ----------------------------------------------------------------------------
+
+    def _connect(self) -> Line:
+        """A line to the group as it is now; the wrapper may have moved to another one."""
+        given = self._given or getattr(self._ddp(), "process_group", None)
+        given = given or current_process_group() or _get_default_group()
+        if self._line is None or self._line.source is not given or not self._line.current:
+            if self._line is not None:
+                self._start_over()
+                if isinstance(self.codec, PowerSGD):
+                    self.codec.restart()
+            self._line = Line(given, self._meter, self._device())
+        return self._line
+
+    def _device(self) -> torch.device:
+        for _, _, param in self._known.values():
+            return param.device
+        return torch.device("cpu")
+
+    def _agree(self, codec: Codec) -> None:
+        """All ranks want the same, or all raise."""
+        mine = f"{codec}, small={self.small}, error_feedback={self.error_feedback}, {self.step}"
+        line = self._connect()
+        said = [str(text) for text in line.group.all_gather_object(mine)]
+        if len(set(said)) > 1:
+            raise CodecMismatchError(line.rank, said)
+        self._agreed = True
+
+    def _start_over(self) -> None:
+        """Lay everything out anew. What belonged to the old layout of ranks is sent from here."""
+        for route in self._routes.values():
+            if isinstance(route, TwoStages):
+                route.hand_over(self.residuals)
+        self._routes.clear()
+        self._owned.clear()
+
+    def _between_passes(self, what: str) -> None:
+        if self._within:
+            raise CodecStateError(
+                f"{what}() was called inside a backward pass, whose buckets are under way.",
+                "Call it between passes, on every rank between the same ones.",
+            )
+
+
+def run_codec_hook(hook, bucket):  # type: ignore[no-untyped-def]
+    """``CodecHook.reduce`` without annotations, which torch's own wrapper would refuse."""
+    return hook.reduce(bucket)
+
+
+def _weight_of(bucket: Any) -> float:
+    """What gradients were multiplied by; torch's own wrapper does not weigh them."""
+    return float(getattr(bucket, "weight", 1.0))
+
+
+def _sparse(line: Line, buffer: Tensor) -> Iterator[Sequence[TorchWork]]:
+    """Sparse gradients are few already."""
+    before = line.group.traffic.bytes_sent
+    work = line.group.all_reduce(buffer, ReduceOp.AVG)
+    sent = line.group.traffic.bytes_sent - before
+    line.meter.sent += sent
+    line.meter.plain += sent
+    yield [work]
+
+
+def _checked(codec: Codec) -> Codec:
+    if not isinstance(codec, RowCodec | PowerSGD):
+        raise CodecSettingError(
+            f"CodecHook({type(codec).__name__})",
+            "the codec is one of paceline.hooks, a chain of them, or a RowCodec of yours",
+        )
+    return codec

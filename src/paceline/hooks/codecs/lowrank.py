@@ -1,0 +1,95 @@
+"""Matrices as products of two thin ones: PowerSGD.
+
+A gradient ``M`` is close to ``P @ Q.T`` with few columns. One step of the power method finds them
+when it begins with the last step's ``Q``: ``P = M @ Q``, made orthonormal, then ``Q = M.T @ P``.
+Both are linear in ``M``, so ranks average ``P`` and ``Q`` instead of the matrices; nobody ever
+sends what others have sent, and the bytes do not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import CodecSettingError
+from .codec import Codec, Encoded, State
+
+
+class PowerSGD(Codec):
+    """``rank`` columns for each matrix. What is no matrix, or too small to gain, travels whole."""
+
+    def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
+        if rank < 1:
+            raise CodecSettingError(f"PowerSGD({rank})", "rank is at least 1")
+        self.rank, self.warm_start, self.seed = rank, warm_start, seed
+        self._right: dict[str, Tensor] = {}  # by the name of the parameter
+
+    def gains(self, shape: Sequence[int]) -> bool:
+        """Whether the thin matrices are smaller than one of this shape."""
+        if len(shape) < 2:
+            return False
+        high, wide = shape[0], math.prod(shape[1:])
+        return (high + wide) * min(self.rank, high, wide) < high * wide
+
+    def left(self, matrix: Tensor, name: str) -> Tensor:
+        """What ranks average first."""
+        return matrix @ self._start(matrix, name)
+
+    def right(self, matrix: Tensor, left: Tensor) -> Tensor:
+        """What they average then; ``left`` is orthonormal."""
+        return matrix.t() @ left
+
+    def keep(self, name: str, right: Tensor) -> None:
+        """Begin the next step there. Without warm start, or with what is no number, begin anew."""
+        if self.warm_start and bool(right.isfinite().all()):
+            self._right[name] = right.clone()
+        else:
+            self._right.pop(name, None)
+
+    def encode(self, tensor: Tensor, name: str = "") -> Encoded:
+        matrix = tensor.detach().float().reshape(len(tensor), -1) if tensor.dim() > 1 else None
+        if matrix is None or not self.gains(tensor.shape):
+            return Encoded({"values": tensor.detach().float()}, tensor.shape, tensor.dtype)
+        left = orthonormal(self.left(matrix, name))
+        right = self.right(matrix, left)
+        self.keep(name, right)
+        return Encoded({"left": left, "right": right}, tensor.shape, tensor.dtype)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        parts = encoded.parts
+        values = parts["values"] if "values" in parts else parts["left"] @ parts["right"].t()
+        return values.reshape(encoded.shape).to(encoded.dtype)
+
+    def state_dict(self) -> State:
+        return {"right": {name: right.clone() for name, right in self._right.items()}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        right: dict[str, Tensor] = state["right"]  # type: ignore[assignment]
+        self._right = {name: tensor.clone() for name, tensor in right.items()}
+
+    def restart(self) -> None:
+        """Begin anew, where ranks that were not here before do so too."""
+        self._right.clear()
+
+    def _start(self, matrix: Tensor, name: str) -> Tensor:
+        high, wide = matrix.shape
+        held = self._right.get(name)
+        columns = min(self.rank, high, wide)
+        if held is not None and held.shape == (wide, columns) and held.device == matrix.device:
+            return held
+        generator = torch.Generator().manual_seed(self.seed + wide)  # the same on all ranks
+        return torch.randn(wide, columns, generator=generator).to(matrix.device)
+
+    def __repr__(self) -> str:
+        warm = "" if self.warm_start else ", warm_start=False"
+        seed = f", seed={self.seed}" if self.seed else ""
+        return f"PowerSGD({self.rank}{warm}{seed})"
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Columns of length one, at right angles, that span what these span."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis

@@ -1,0 +1,92 @@
+"""Post-local SGD: average over all ranks at first, then only among ranks that are close.
+
+Meant to go with a model averager, which then makes the parameters alike every few steps. With
+``ddp.weight``, a subgroup's gradient counts by its share of all samples, so that the parameters'
+plain mean is right.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..groups import Group
+from .average import done, gather_later, group_of, mean_later
+
+log = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """Which groups :func:`post_localSGD_hook` averages over, and since when.
+
+    Up to step ``start_localSGD_iter`` gradients are averaged over ``process_group``, then over
+    ``subgroup``, or not at all without ``post_local_gradient_allreduce``. ``subgroup=None`` means
+    the ranks on this machine; that group is opened when it is first needed, on all ranks at once.
+    """
+
+    __slots__ = [
+        "iter",
+        "post_local_gradient_allreduce",
+        "process_group",
+        "start_localSGD_iter",
+        "subgroup",
+    ]
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None,
+        subgroup: ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+        log.info("Local SGD will be started after %s steps.", start_localSGD_iter)
+
+    def maybe_increase_iter(self, bucket: Any) -> None:
+        """Count a step when its last bucket comes."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_localSGD_iter:
+                log.info("Gradients stay in their subgroups from now on, after %s steps", self.iter)
+
+
+def post_localSGD_hook(
+    state: PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over all ranks, and after some steps over a few."""
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return mean_later(group_of(state.process_group), bucket.buffer())
+    if not state.post_local_gradient_allreduce:
+        return done(bucket.buffer())
+    if state.subgroup is None:
+        group = group_of(state.process_group)
+        state.subgroup = _on_this_machine(group, bucket.buffer().device)
+    return mean_later(state.subgroup, bucket.buffer())
+
+
+def _on_this_machine(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A group of the ranks here. torch's groups come from its world: all of it makes the call."""
+    mine = torch.tensor(list(_machine()), dtype=torch.uint8, device=device)
+    machines: dict[tuple[int, ...], list[int]] = {}
+    for rank, name in enumerate(gather_later(group, mine).wait().tolist()):
+        machines.setdefault(tuple(name), []).append(rank)
+    if isinstance(group, Group):
+        subgroup: Any = group.split(list(machines.values()))
+        return subgroup  # type: ignore[no-any-return]
+    parts = [[dist.get_global_rank(group, r) for r in ranks] for ranks in machines.values()]
+    subgroup, _ = dist.new_subgroups_by_enumeration(parts)
+    return subgroup  # type: ignore[no-any-return]
+
+
+def _machine() -> bytes:
+    """A name that this machine alone has, until it is started again."""
+    return UUID(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()).bytes

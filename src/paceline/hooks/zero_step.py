@@ -1,0 +1,128 @@
+"""A sharded optimizer that steps inside the backward pass.
+
+The optimizer is asked for three things: ``_overlap_with_ddp``; ``overlap_begin(ddp,
+shard_buckets)``, once; and ``overlap_bucket(index, parameters, gradients, is_last)``, for every
+bucket of every pass. It lets the first passes go by, as torch's does: two, or three with a static
+graph. The last bucket's call exchanges parameters, so it comes when all else is over.
+
+Over our DDP the steps are taken at the end of the pass, when the average is final: only then are
+weights and late gradients accounted for, a rank that has run out has its shard's gradients too, and
+it is certain that no rank's pass has failed. Over torch's DDP a bucket is stepped when its average
+arrives (interleaved), or all of them when the last one has set off.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..errors import HookStateError
+from .average import one_tensor
+from .lane import Lane
+from .optimizer_overlap import settle
+
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+
+
+def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False) -> Hook:
+    """A hook that averages as ``hook`` does and lets ``zero`` step inside the backward pass.
+
+    ``zero`` is made with ``overlap_with_ddp=True``; its ``step()`` need not be called then.
+    """
+    take = _stepper(ddp, zero, shard_buckets, at_once=False)
+
+    def hook_with_zero_fn(
+        state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        return take(bucket, hook(state, bucket))
+
+    return hook_with_zero_fn
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False
+) -> Hook:
+    """The same; over torch's DDP each bucket is stepped as soon as it is averaged."""
+    take = _stepper(ddp, zero, shard_buckets, at_once=True)
+
+    def hook_with_zero_interleaved_fn(
+        state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        return take(bucket, hook(state, bucket))
+
+    return hook_with_zero_interleaved_fn
+
+
+def _stepper(
+    ddp: Any, zero: Any, shard_buckets: bool, *, at_once: bool
+) -> Callable[[Any, Future[Any]], Future[Tensor]]:
+    if not zero._overlap_with_ddp:
+        raise HookStateError(
+            "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this "
+            "hook properly.",
+            "As it is, call its step() after each backward pass instead.",
+        )
+    zero.overlap_begin(ddp, shard_buckets)
+    if hasattr(ddp, "_replica"):
+        return _AfterPass(ddp, zero).take
+    return _InPass(zero, at_once).take
+
+
+class _AfterPass:
+    """Steps when our DDP has handed the averages out."""
+
+    def __init__(self, ddp: Any, zero: Any) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._zero = zero
+        self._last = -1  # index of the last bucket; below zero until a pass has come here
+
+    def take(self, bucket: Any, future: Future[Any]) -> Future[Tensor]:
+        if self._last < 0:
+            self._ddp()._replica.reducer.after_bucket.append(self._step)  # type: ignore[union-attr]
+        self._last = bucket.index()
+        return future
+
+    def _step(self, bucket: Any) -> None:
+        params = [param for param in bucket.params if param.grad is not None]
+        grads, last = [param.grad for param in params], bucket.index == self._last
+        self._zero.overlap_bucket(bucket.index, params, grads, last)
+
+
+class _InPass:
+    """Steps while torch's DDP still waits for averages."""
+
+    def __init__(self, zero: Any, at_once: bool) -> None:
+        self._zero = zero
+        self._at_once = at_once
+        self._waiting: list[tuple[Any, Future[Any]]] = []  # what is stepped before the last one
+        self._lane = Lane()
+
+    def take(self, bucket: Any, future: Future[Any]) -> Future[Tensor]:
+        if not bucket.is_last():
+            if self._at_once:
+                future = future.then(lambda done: self._step(bucket, done))
+            self._waiting.append((bucket, future))
+            return future
+        waiting, self._waiting = self._waiting, []
+        return self._lane.start(lambda: self._end(waiting, bucket, future), bucket.buffer().device)
+
+    def _end(
+        self, waiting: list[tuple[Any, Future[Any]]], bucket: Any, future: Future[Any]
+    ) -> Tensor:
+        for other, arriving in waiting:
+            arriving.wait()
+            if not self._at_once:
+                self._step(other, arriving)
+        future.wait()
+        return self._step(bucket, future)
+
+    def _step(self, bucket: Any, future: Future[Any]) -> Tensor:
+        with torch.no_grad():
+            settle(bucket, one_tensor(future.value()))
+            index, last = bucket.index(), bucket.is_last()
+            self._zero.overlap_bucket(index, bucket.parameters(), bucket.gradients(), last)
+        return bucket.buffer()  # type: ignore[no-any-return]

@@ -1,0 +1,54 @@
+"""Hooks on a GPU: one rank over NCCL, and two over gloo that share the GPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline import DistributedDataParallel as DDP
+from paceline.testing import Meeting, spawn_ranks
+from tests.ddp.toys import TINY, Grads, assert_same, grads
+from tests.hooks.table import TABLE, Net, assert_near, batch, loss
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def gradients(group: Any, entry: Any) -> Grads:
+    ddp = DDP(Net(torch.float32).cuda(), process_group=group, bucket_cap_mb=TINY)
+    if entry is not None:
+        ddp.register_comm_hook(entry.state(group), entry.hook)
+    for _ in range(4):
+        ddp.zero_grad()
+        loss(ddp, batch(group.rank(), dtype=torch.float32).cuda()).backward()
+    return grads(ddp)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_hook_averages_over_nccl(name: str) -> None:
+    store, settings = dist.HashStore(), {"rank": 0, "world_size": 1}
+    with paceline.new_group("nccl", timedelta(seconds=60), "cuda:0", store=store, **settings) as g:
+        found, expected = gradients(g, TABLE[name]), gradients(g, None)
+    assert_near(found, expected, max(TABLE[name].close, 1e-5))
+
+
+def _two_ranks(meeting: Meeting) -> dict[str, Grads]:
+    dist.init_process_group("gloo")
+    group: Any = dist.group.WORLD
+    found = {"none": gradients(group, None)}
+    for name, entry in TABLE.items():
+        found[name] = gradients(group, entry)
+    dist.destroy_process_group()
+    return {name: {k: v.cpu() for k, v in rows.items()} for name, rows in found.items()}
+
+
+def test_every_hook_averages_over_gloo() -> None:
+    ranks = spawn_ranks(2, _two_ranks, deadline=120)
+    for found in ranks:
+        for name, entry in TABLE.items():
+            assert_near(found[name], found["none"], max(entry.close, 1e-5))
+            assert_same(found[name], ranks[0][name], rtol=0, atol=0)
