@@ -853,7 +853,7 @@ class CodecStateError(PacelineError, RuntimeError, ValueError):
         return f"{self.problem} {self.remedy}"
 
 
-# Communication hooks.
+# -- communication hooks -------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -865,3 +865,47 @@ class HookStateError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.problem} {self.remedy}".strip()
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class HookRefusedError(PacelineError, RuntimeError):
+    """A traced backward pass would not call these hooks."""
+
+    hooks: Sequence[str]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.hooks)} hooks would be lost in compiled code: {'; '.join(self.hooks)}. "
+            "Nothing was compiled. Remove them, or run this model in eager mode; full backward "
+            "hooks of modules can be kept with paceline.compiled.keep_hooks."
+        )
+
+
+@dataclass(eq=False)
+class HookResultError(PacelineError, RuntimeError):
+    """A module's backward hook returned another number of gradients than it was given."""
+
+    module: str
+    hook: str
+    given: int
+    returned: int
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.hook} of {self.module} was given {self.given} gradients and returned "
+            f"{self.returned}. The other ranks now wait for this one. Return one for each, or None."
+        )
+
+
+@dataclass(eq=False)
+class NotPlannedError(PacelineError, RuntimeError):
+    """A step's schedule cannot be read."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}"

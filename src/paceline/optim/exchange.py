@@ -1,0 +1,147 @@
+"""Exchange: the weighted mean over ranks of one flat buffer, started now and taken later.
+
+The buffer of an exchange ends in a few elements more than what it carries: how this rank stands in
+it (:class:`Standing`). So the sum of the weights comes with the sum of the values, in one
+collective, and the mean is ``sum(w_r * x_r) / sum(w_r)``. A rank of weight 0 sends zeros, whatever
+it holds, NaN included.
+
+``coded.py`` has the one that makes buffers smaller on the way. Either way every rank ends with the
+same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from ..groups import Group, ReduceOp
+
+HEAD = 3  # elements of a Standing
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a rank stands in an exchange; added up, how all of them do."""
+
+    weight: float  # 0: it adds nothing
+    active: float = 1.0  # 0: it has run out of inputs
+    failed: float = 0.0  # 1: it leaves with an error
+
+    def row(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same as numbers."""
+        return torch.tensor(astuple(self), dtype=dtype, device=device)
+
+    def __add__(self, other: Standing) -> Standing:
+        return Standing(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+NOBODY = Standing(0.0, 0.0, 0.0)
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> Standing:
+        """Block until the mean is in the buffer; how all ranks stood in it, added up.
+
+        Where the sum of weights is 0 there is no mean. May be called again.
+        """
+
+
+class Exchange(Protocol):
+    """How one buffer is averaged over a group, again and again."""
+
+    group: Group
+
+    def start(self, buffer: Tensor, standing: Standing) -> Pending:
+        """Average ``buffer[:-HEAD]`` over the ranks; it belongs to the exchange until the end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchange depends on besides the buffer; this rank's own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Arrived:
+    """An exchange that is over, or that there was no need for."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+
+    def wait(self) -> Standing:
+        """What is known."""
+        return self._standing
+
+
+class Plain:
+    """The buffer travels as it is."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def start(self, buffer: Tensor, standing: Standing) -> Pending:
+        """One all-reduce."""
+        values = buffer[:-HEAD]
+        if standing.weight == 0:
+            values.zero_()
+        elif standing.weight != 1:
+            values.mul_(standing.weight)
+        buffer[-HEAD:] = standing.row(buffer.dtype, buffer.device)
+        return _Summed(self.group.all_reduce(buffer, async_op=True), buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class _Summed:
+    """An all-reduce under way."""
+
+    def __init__(self, work: Work, buffer: Tensor) -> None:
+        self._work: Work | None = work
+        self._buffer = buffer
+        self._standing = NOBODY
+
+    def wait(self) -> Standing:
+        if self._work is not None:
+            self._work.wait()
+            self._standing = Standing(*self._buffer[-HEAD:].tolist())
+            if self._standing.weight:
+                self._buffer[:-HEAD].div_(self._standing.weight)
+            self._work = None
+        return self._standing
+
+
+class Largest(Plain):
+    """For whole numbers, such as a count of batches: they become their largest over the ranks."""
+
+    def start(self, buffer: Tensor, standing: Standing) -> Pending:
+        """One all-reduce; the weight does not matter."""
+        buffer[-HEAD:] = 0
+        return _Maximal(self.group.all_reduce(buffer, ReduceOp.MAX, async_op=True))
+
+
+class _Maximal:
+    """The same under way."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> Standing:
+        self._work.wait()
+        return Standing(1.0)
+
+
+def buffer_for(group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for ``numel`` values and the standing, in memory that the group likes."""
+    if device.type == "cpu" and group.capabilities.in_place_memory:
+        return group.allocate(numel + HEAD, dtype)
+    return torch.empty(numel + HEAD, dtype=dtype, device=device)

@@ -1,0 +1,45 @@
+"""PostLocalSGDOptimizer: any optimizer, then an averager, at every step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchAverager
+from torch.optim import Optimizer
+
+from .wrapping import Closure, Wrapping
+
+
+class PostLocalSGDOptimizer(Wrapping):
+    """Steps ``optim`` on this rank, then lets ``averager`` average the parameters if it is time.
+
+    With ``post_localSGD_hook`` on the wrapped model, ``averager.warmup_steps`` is to be the hook's
+    ``start_localSGD_iter``: until then gradients are averaged over all ranks, from then on over a
+    subgroup, and the averager makes up for it.
+    """
+
+    def __init__(self, optim: Optimizer, averager: TorchAverager) -> None:
+        super().__init__(optim)
+        self.averager = averager
+
+    def step(self, closure: Closure = None) -> Any:
+        """Step, and average if it is time; every rank calls it as often."""
+        loss = self.optim.step(closure)
+        self.averager.average_parameters(params=self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own, and how far the averager has counted, under ``step``."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict; one without a count of steps sets the averager to 0."""
+        self.optim.load_state_dict(state_dict)
+        if "step" not in state_dict:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. "
+                "Setting step counter to 0.",
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)

@@ -1,0 +1,51 @@
+"""GradScaler for gradients that lie in shards: all ranks skip a step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerArgumentError
+from ..groups import ReduceOp
+from .clip import Gradients
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's, and for an optimizer whose gradients are in shards it asks the other ranks.
+
+    A rank that finds an inf in its shard would otherwise skip a step that the others take. Such an
+    optimizer has a method ``gradients`` (``clip.py``); for others nothing is different.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        offered = getattr(optimizer, "gradients", None)
+        gradients = offered() if callable(offered) else None
+        if not isinstance(gradients, Gradients) or gradients.group is None:
+            usual: Any = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return dict(usual)
+        found = found_inf.clone()
+        _unscale([*gradients.whole, *gradients.parts], inv_scale, found, allow_fp16)
+        gradients.group.all_reduce(found, ReduceOp.MAX)
+        return {found.device: found}
+
+
+@torch.no_grad()
+def _unscale(grads: list[Tensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool) -> None:
+    """Multiply by ``inv_scale``, and set ``found`` to 1 where something is not finite."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        if grad.dtype is torch.float16 and not allow_fp16:
+            raise OptimizerArgumentError(
+                "Attempting to unscale FP16 gradients.", "Keep the parameters in float32."
+            )
+        values = grad._values() if grad.is_sparse else grad
+        alike.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), some in alike.items():
+        here = found.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, here, inv_scale.to(device))
+        if here is not found:
+            found.copy_(torch.maximum(found, here.to(found.device)))
