@@ -157,3 +157,45 @@ def test_an_unmodified_script_runs_on_paceline(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [out for out, _ in said] == ["paceline; True; [[1.5, 1.5]]\n"] * 2, said
+
+
+LATER = """
+import sys
+import paceline
+assert "torch.distributed.optim" not in sys.modules, "it takes a second"
+paceline.install()
+assert "torch.distributed.optim" not in sys.modules, "nor does installing import it"
+from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+assert ZeroRedundancyOptimizer is paceline.optim.ZeroRedundancyOptimizer
+assert PostLocalSGDOptimizer is paceline.optim.PostLocalSGDOptimizer
+assert PeriodicModelAverager is paceline.optim.PeriodicModelAverager
+assert PowerSGDState is paceline.hooks.PowerSGDState
+assert fp16_compress_hook is paceline.hooks.fp16_compress_hook
+assert ddp_comm_hooks.DDPCommHookType is paceline.hooks.DDPCommHookType
+paceline.uninstall()
+import torch
+assert torch.distributed.optim.ZeroRedundancyOptimizer.__module__.startswith("torch.")
+assert ddp_comm_hooks.default_hooks.fp16_compress_hook.__module__.startswith("torch.")
+assert ddp_comm_hooks.DDPCommHookType.__module__.startswith("torch.")
+"""
+
+
+def test_what_is_imported_later_is_ours_too_and_then_torchs_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LATER], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_hooks_and_optimizers_that_were_imported_before_are_replaced() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer as before
+
+    with paceline.install():
+        assert torch.distributed.optim.ZeroRedundancyOptimizer is not before
+        assert default_hooks.allreduce_hook is paceline.hooks.allreduce_hook
+    assert torch.distributed.optim.ZeroRedundancyOptimizer is before

@@ -1,36 +1,75 @@
-"""Makes torch's own names mean paceline's, so that an unmodified script runs on it, and back."""
+"""Makes torch's own names mean paceline's, so that an unmodified script runs on it, and back.
+
+Modules of torch's that are not imported yet, such as its optimizers, which take a second, stay so:
+their names are replaced when somebody imports them.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
-from types import ModuleType, TracebackType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any
 
-import torch.nn.parallel.distributed
-from torch.distributed.algorithms import join as torch_join
+from . import hooks, join, optim, policies
+from .ddp import DistributedDataParallel, _MixedPrecision, dump_environment, set_strict
 
-from .ddp import (
-    DistributedDataParallel,
-    _MixedPrecision,
-    dump_environment,
-    set_strict,
+_ALGORITHMS = "torch.distributed.algorithms"
+_HOOKS = f"{_ALGORITHMS}.ddp_comm_hooks"
+_AVERAGING = f"{_ALGORITHMS}.model_averaging"
+
+
+def _of(source: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+# Where torch defines what, and what shall stand there.
+_REPLACED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "torch.nn.parallel.distributed": {
+            "DistributedDataParallel": DistributedDataParallel,
+            "_MixedPrecision": _MixedPrecision,
+            "_dump_DDP_relevant_env_vars": dump_environment,
+            "_BucketCapacityConfig": policies.BucketCaps,  # since 2.13
+        },
+        f"{_ALGORITHMS}.join": _of(join, "Join", "Joinable", "JoinHook"),
+        _HOOKS: _of(hooks, "DDPCommHookType", "register_ddp_comm_hook"),
+        f"{_HOOKS}.default_hooks": _of(
+            hooks,
+            "allreduce_hook",
+            "bf16_compress_hook",
+            "bf16_compress_wrapper",
+            "fp16_compress_hook",
+            "fp16_compress_wrapper",
+        ),
+        f"{_HOOKS}.debugging_hooks": _of(hooks, "noop_hook"),
+        f"{_HOOKS}.powerSGD_hook": _of(
+            hooks, "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"
+        ),
+        f"{_HOOKS}.quantization_hooks": _of(
+            hooks, "quantization_perchannel_hook", "quantization_pertensor_hook"
+        ),
+        f"{_HOOKS}.post_localSGD_hook": _of(hooks, "PostLocalSGDState", "post_localSGD_hook"),
+        f"{_HOOKS}.ddp_zero_hook": _of(
+            hooks, "hook_with_zero_step", "hook_with_zero_step_interleaved"
+        ),
+        f"{_HOOKS}.optimizer_overlap_hooks": _of(
+            hooks, "_OptimizerHookState", "_hook_then_optimizer"
+        ),
+        f"{_ALGORITHMS}._optimizer_overlap.optimizer_overlap": _of(hooks, "_as_overlapped_optim"),
+        "torch.distributed.optim.zero_redundancy_optimizer": _of(optim, "ZeroRedundancyOptimizer"),
+        "torch.distributed.optim.post_localSGD_optimizer": _of(optim, "PostLocalSGDOptimizer"),
+        f"{_AVERAGING}.averagers": _of(optim, "ModelAverager", "PeriodicModelAverager"),
+        f"{_AVERAGING}.hierarchical_model_averager": _of(optim, "HierarchicalModelAverager"),
+        f"{_AVERAGING}.utils": _of(
+            optim,
+            "average_parameters",
+            "average_parameters_or_parameter_groups",
+            "get_params_to_average",
+        ),
+    }
 )
-from .join import Join, Joinable, JoinHook
-from .policies import BucketCaps
-
-_torch = torch.nn.parallel.distributed
-
-# What stands in torch, and what shall stand there.
-_REPLACED: list[tuple[Any, Any]] = [
-    (_torch.DistributedDataParallel, DistributedDataParallel),
-    (_torch._MixedPrecision, _MixedPrecision),
-    (_torch._dump_DDP_relevant_env_vars, dump_environment),
-    (torch_join.Join, Join),
-    (torch_join.Joinable, Joinable),
-    (torch_join.JoinHook, JoinHook),
-]
-if hasattr(_torch, "_BucketCapacityConfig"):  # since 2.13
-    _REPLACED.append((_torch._BucketCapacityConfig, BucketCaps))
 
 
 class Installation:
@@ -68,27 +107,81 @@ def install(*, strict: bool = False) -> Installation:
     """
     _installed.append(Installation(strict))
     set_strict(strict)
+    meant = {id(old): (old, getattr(module, name)) for module, name, old in _places}
+    for source in _REPLACED:
+        if source in sys.modules:
+            meant.update(_meant_by(sys.modules[source]))
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.split(".")[0] != "paceline":
-            _replace_in(module)
+            _replace_in(module, meant)
+    if _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
     return _installed[-1]
-
-
-def _replace_in(module: ModuleType) -> None:
-    for name, value in list(vars(module).items()):
-        for old, new in _REPLACED:
-            if value is old:
-                _places.append((module, name, old))
-                setattr(module, name, new)
 
 
 def uninstall() -> None:
     """Make torch's names mean torch's again, whatever was installed how often.
 
-    Models that are wrapped stay as they are, and so does a module that imported a name meanwhile.
+    Models that are wrapped stay as they are, and so does a module, unless it is one of torch's,
+    that imported a name meanwhile.
     """
     set_strict(False)
     _installed.clear()
+    if _on_import in sys.meta_path:
+        sys.meta_path.remove(_on_import)
+    ours = [(getattr(module, name), old) for module, name, old in _places]
+    torchs = {id(new): (new, old) for new, old in ours}
     while _places:
         module, name, old = _places.pop()
         setattr(module, name, old)
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.split(".")[0] == "torch":
+            _replace_in(module, torchs)
+    _places.clear()
+
+
+def _meant_by(source: ModuleType) -> dict[int, tuple[Any, Any]]:
+    """What a module of torch's defines, by identity, each with what shall stand there."""
+    ours = _REPLACED[source.__name__]
+    pairs = [(vars(source)[name], new) for name, new in ours.items() if name in vars(source)]
+    return {id(old): (old, new) for old, new in pairs if old is not new}
+
+
+def _replace_in(module: ModuleType, meant: Mapping[int, tuple[Any, Any]]) -> None:
+    for name, value in list(vars(module).items()):
+        old, new = meant.get(id(value), (None, None))
+        if old is not None and value is old:
+            _places.append((module, name, old))
+            setattr(module, name, new)
+
+
+class _OnImport:
+    """Finds the modules of ``_REPLACED`` as ever, and replaces names once they are there."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _REPLACED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Replacing(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Replacing:
+    """A loader that does what another one does, and then replaces names."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if _installed:
+            _replace_in(module, _meant_by(module))
+
+
+_on_import = _OnImport()
