@@ -2,7 +2,7 @@
 
 ::
 
-    errors.py      every error we raise
+    errors/        every error we raise
     policies.py    settings
     install.py     makes torch's names mean ours, and back
     ddp/           what the user wraps: DistributedDataParallel

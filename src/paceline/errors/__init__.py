@@ -1,0 +1,190 @@
+"""Every error paceline raises.
+
+::
+
+    PacelineError
+    ├── BackendTakenError          a backend name registered twice              (ValueError)
+    ├── UnknownBackendError        a backend name nobody registered             (ValueError)
+    ├── UnexpectedOptionError      an option its backend does not read          (TypeError)
+    ├── UnknownOptionError         the same, where torch raises KeyError        (KeyError)
+    ├── EngineUnavailableError     a backend that cannot work here              (RuntimeError)
+    ├── RendezvousError            the ranks could not find each other          (RuntimeError)
+    ├── CollectiveArgumentError    a bad argument, noticed before sending       (ValueError)
+    │   └── CollectiveTypeError    …of a wrong type                             (TypeError)
+    ├── MismatchError              ranks called different things                (RuntimeError)
+    ├── UnsupportedError           something this engine does not do            (RuntimeError)
+    ├── GroupError                 the group cannot go on                       (RuntimeError)
+    │   ├── PeerDiedError          a rank's process is gone
+    │   │   └── PeerDiedUnjoinedError  …and it had not joined
+    │   ├── PeerLeftError          a rank shut its group down, or aborted it
+    │   │   └── PeerLeftUnjoinedError  …and it had not joined
+    │   ├── CollectiveTimeoutError a rank did not come in time                  (TimeoutError)
+    │   │   └── MonitoredBarrierError  …to a monitored barrier
+    │   └── GroupClosedError       this rank shut the group down, or aborted it
+    ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
+    ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
+    ├── ModuleArgumentError        a bad argument of DistributedDataParallel    (ValueError)
+    │   ├── ModuleStateError       …a module that it cannot wrap                (RuntimeError)
+    │   └── ModuleTypeError        …of a wrong type                             (TypeError)
+    ├── ModelMismatchError         ranks have different models                  (RuntimeError)
+    ├── PeerError                  another rank failed and said why             (RuntimeError)
+    ├── CommHookError              a communication hook returned nonsense       (RuntimeError)
+    ├── UnfinishedReductionError   a pass left parameters out (strict)          (RuntimeError)
+    │   └── GraphChangedError      a static graph that changed
+    ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
+    ├── UnweighableError           a weighed pass that cannot be told apart     (RuntimeError)
+    ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
+    ├── NotJoinableError           a Joinable without its constructor           (TypeError)
+    ├── NestedJoinError            a Join inside another on the same group      (RuntimeError)
+    ├── EarlyTerminationError      a rank has run out, and all are to raise     (RuntimeError)
+    │   ├── InputsExhaustedError       …this one
+    │   └── PeerExhaustedError         …another one
+    ├── PeerFailedError            another rank raised inside Join              (RuntimeError)
+    ├── SamplerStateError          a sampler's state from other samples         (ValueError)
+    ├── ShardMismatchError         ranks' shards do not fit together            (ValueError)
+    ├── ShardArgumentError         a rank gave something that is no shard       (ValueError)
+    ├── HookStateError             a hook whose state does not fit              (ValueError)
+    ├── CodecSettingError          a codec that cannot be                       (ValueError)
+    ├── CodecMismatchError         ranks want different codecs                  (RuntimeError)
+    ├── CodecStateError            a codec's state that does not fit            (RuntimeError)
+    ├── ShardingError              gradients that cannot be cut into shards     (ValueError)
+    ├── OptimizerArgumentError     a bad argument of an optimizer of ours       (ValueError)
+    │   ├── OptimizerTypeError     …of a wrong type                             (TypeError)
+    │   └── OptimizerStateError    …or one that it cannot use now               (RuntimeError)
+    ├── AveragingArgumentError     a bad argument of something that averages    (ValueError)
+    │   ├── AveragingTypeError     …of a wrong type                             (TypeError)
+    │   └── UnsupportedParametersError  …where torch raises NotImplementedError
+    ├── RoundsMismatchError        ranks' LocalSGD or DiLoCo do not go together (RuntimeError)
+    ├── RoundsStateError           a state dict of another LocalSGD or DiLoCo   (ValueError)
+    ├── HookRefusedError           a module's hook that a graph cannot honour   (RuntimeError)
+    ├── HookResultError            …or that returned what it cannot use         (RuntimeError)
+    ├── NotPlannedError            a schedule that cannot be foreseen           (RuntimeError)
+    ├── BucketPhaseError           a bug of ours in the life of a bucket        (RuntimeError)
+    └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
+
+In brackets the builtin that ``except`` lines of old scripts look for; some inherit a second one.
+The fields hold the facts, so that code need not read prose, and they survive pickling.
+"""
+
+from .base import PacelineError
+from .compiled import HookRefusedError, HookResultError, NotPlannedError
+from .data import SamplerStateError, ShardArgumentError, ShardMismatchError
+from .ddp import (
+    BucketPhaseError,
+    CommHookError,
+    GraphChangedError,
+    LateGradientError,
+    ModelMismatchError,
+    ModuleArgumentError,
+    ModuleStateError,
+    ModuleTypeError,
+    PeerError,
+    ShardingError,
+    UnfinishedReductionError,
+    UnweighableError,
+)
+from .groups import (
+    BackendTakenError,
+    CodecError,
+    CollectiveArgumentError,
+    CollectiveTimeoutError,
+    CollectiveTypeError,
+    EngineUnavailableError,
+    GroupClosedError,
+    GroupError,
+    MismatchError,
+    MonitoredBarrierError,
+    PeerDiedError,
+    PeerLeftError,
+    RanksFailedError,
+    RendezvousError,
+    UnexpectedOptionError,
+    UnknownBackendError,
+    UnknownOptionError,
+    UnsupportedError,
+    WaitTimeoutError,
+)
+from .hooks import CodecMismatchError, CodecSettingError, CodecStateError, HookStateError
+from .join import (
+    EarlyTerminationError,
+    InputsExhaustedError,
+    JoinArgumentError,
+    NestedJoinError,
+    NotJoinableError,
+    PeerDiedUnjoinedError,
+    PeerExhaustedError,
+    PeerFailedError,
+    PeerLeftUnjoinedError,
+)
+from .optim import (
+    AveragingArgumentError,
+    AveragingTypeError,
+    OptimizerArgumentError,
+    OptimizerStateError,
+    OptimizerTypeError,
+    RoundsMismatchError,
+    RoundsStateError,
+    UnsupportedParametersError,
+)
+
+__all__ = [
+    "AveragingArgumentError",
+    "AveragingTypeError",
+    "BackendTakenError",
+    "BucketPhaseError",
+    "CodecError",
+    "CodecMismatchError",
+    "CodecSettingError",
+    "CodecStateError",
+    "CollectiveArgumentError",
+    "CollectiveTimeoutError",
+    "CollectiveTypeError",
+    "CommHookError",
+    "EarlyTerminationError",
+    "EngineUnavailableError",
+    "GraphChangedError",
+    "GroupClosedError",
+    "GroupError",
+    "HookRefusedError",
+    "HookResultError",
+    "HookStateError",
+    "InputsExhaustedError",
+    "JoinArgumentError",
+    "LateGradientError",
+    "MismatchError",
+    "ModelMismatchError",
+    "ModuleArgumentError",
+    "ModuleStateError",
+    "ModuleTypeError",
+    "MonitoredBarrierError",
+    "NestedJoinError",
+    "NotJoinableError",
+    "NotPlannedError",
+    "OptimizerArgumentError",
+    "OptimizerStateError",
+    "OptimizerTypeError",
+    "PacelineError",
+    "PeerDiedError",
+    "PeerDiedUnjoinedError",
+    "PeerError",
+    "PeerExhaustedError",
+    "PeerFailedError",
+    "PeerLeftError",
+    "PeerLeftUnjoinedError",
+    "RanksFailedError",
+    "RendezvousError",
+    "RoundsMismatchError",
+    "RoundsStateError",
+    "SamplerStateError",
+    "ShardArgumentError",
+    "ShardMismatchError",
+    "ShardingError",
+    "UnexpectedOptionError",
+    "UnfinishedReductionError",
+    "UnknownBackendError",
+    "UnknownOptionError",
+    "UnsupportedError",
+    "UnsupportedParametersError",
+    "UnweighableError",
+    "WaitTimeoutError",
+]

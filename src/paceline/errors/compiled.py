@@ -1,0 +1,49 @@
+"""Errors of compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import PacelineError
+
+
+@dataclass(eq=False)
+class HookRefusedError(PacelineError, RuntimeError):
+    """A traced backward pass would not call these hooks."""
+
+    hooks: Sequence[str]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.hooks)} hooks would be lost in compiled code: {'; '.join(self.hooks)}. "
+            "Nothing was compiled. Remove them, or run this model in eager mode; full backward "
+            "hooks of modules can be kept with paceline.compiled.keep_hooks."
+        )
+
+
+@dataclass(eq=False)
+class HookResultError(PacelineError, RuntimeError):
+    """A module's backward hook returned another number of gradients than it was given."""
+
+    module: str
+    hook: str
+    given: int
+    returned: int
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.hook} of {self.module} was given {self.given} gradients and returned "
+            f"{self.returned}. The other ranks now wait for this one. Return one for each, or None."
+        )
+
+
+@dataclass(eq=False)
+class NotPlannedError(PacelineError, RuntimeError):
+    """A step's schedule cannot be read."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}"

@@ -1,0 +1,276 @@
+"""Errors of groups, their backends and what moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .base import PacelineError, ranks_named
+
+
+@dataclass(eq=False)
+class BackendTakenError(PacelineError, ValueError):
+    """A backend name was registered twice."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"Backend {self.name} already registered. Choose another name for yours."
+
+
+@dataclass(eq=False)
+class UnknownBackendError(PacelineError, ValueError):
+    """A backend was asked for that nobody registered."""
+
+    name: str
+    known: Sequence[str]
+
+    def __str__(self) -> str:
+        return (
+            f"Backend {self.name} not registered. Known here: {', '.join(self.known)}. "
+            "Offer one with paceline.register_backend, or install the package that has it "
+            "(entry-point group 'paceline.backends')."
+        )
+
+
+@dataclass(eq=False)
+class UnexpectedOptionError(PacelineError, TypeError, AssertionError):
+    """A backend was given an option it does not read."""
+
+    backend: str
+    options: Sequence[str]
+    known: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        known = f"It reads {', '.join(self.known)}." if self.known else "It reads none."
+        return (
+            f"{self.backend.capitalize()} backend received unexpected kwargs "
+            f"{', '.join(self.options)}. {known}"
+        )
+
+
+@dataclass(eq=False)
+class UnknownOptionError(PacelineError, KeyError):
+    """The NCCL backend was given an option that its Options object lacks."""
+
+    backend: str
+    option: str
+
+    def __str__(self) -> str:
+        return (
+            f"Unknown option {self.option} for {self.backend}. "
+            "Its options are the attributes of torch.distributed.ProcessGroupNCCL.Options."
+        )
+
+
+@dataclass(eq=False)
+class EngineUnavailableError(PacelineError, RuntimeError):
+    """A backend was asked for that cannot work on this machine or with these ranks."""
+
+    backend: str
+    reason: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return (
+            f"{where}the {self.backend} backend cannot be used here: {self.reason}. "
+            "backend='auto' picks one that can; paceline.groups.capabilities() lists them."
+        )
+
+
+@dataclass(eq=False)
+class RendezvousError(PacelineError, RuntimeError, ValueError):
+    """The ranks of a group could not find each other."""
+
+    reason: str
+    remedy: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{where}{self.reason}. {self.remedy}"
+
+
+@dataclass(eq=False)
+class CollectiveArgumentError(PacelineError, ValueError, RuntimeError):
+    """A collective was called with an argument it cannot take; nothing was sent."""
+
+    rank: int
+    operation: str
+    argument: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.operation}: {self.argument}: expected {self.expected}, "
+            f"got {self.found}. Nothing was sent; the other ranks wait until this rank calls again."
+        )
+
+
+class CollectiveTypeError(CollectiveArgumentError, TypeError):
+    """An argument of a collective has a type it cannot have; nothing was sent."""
+
+
+@dataclass(eq=False)
+class MismatchError(PacelineError, RuntimeError):
+    """Two ranks called different operations, or the same one with different sizes or types.
+
+    Every rank of the group raises it and nothing was reduced or received. The group stays usable.
+    """
+
+    rank: int
+    sequence: int
+    rank_a: int
+    call_a: str
+    rank_b: int
+    call_b: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: operation {self.sequence} of the group differs between ranks: "
+            f"rank {self.rank_a} called {self.call_a}, rank {self.rank_b} called {self.call_b}. "
+            "Every rank must make the same calls in the same order with matching sizes and dtypes."
+        )
+
+
+@dataclass(eq=False)
+class UnsupportedError(PacelineError, NotImplementedError):
+    """An engine was asked for something it does not do."""
+
+    backend: str
+    what: str
+    remedy: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{where}the {self.backend} backend does not support {self.what}. {self.remedy}"
+
+
+@dataclass(eq=False)
+class GroupError(PacelineError, RuntimeError):
+    """The group cannot go on: what it was doing on this rank, and whose fault it was."""
+
+    rank: int
+    operation: str
+    sequence: int
+    ranks: Sequence[int]
+
+    def _here(self) -> str:
+        return f"rank {self.rank}: {self.operation} (operation {self.sequence} of the group)"
+
+
+@dataclass(eq=False)
+class PeerDiedError(GroupError):
+    """A rank's process is gone while this rank waited for it."""
+
+    reporter: int = -1
+
+    def __str__(self) -> str:
+        by = "" if self.reporter in (-1, self.rank) else f" (noticed by rank {self.reporter})"
+        return (
+            f"{self._here()} failed: {ranks_named(self.ranks)} died{by}. "
+            "The group is over on all ranks; look at the output of the dead process, "
+            "and make a new group of the survivors with Group.reconfigure."
+        )
+
+
+@dataclass(eq=False)
+class PeerLeftError(GroupError):
+    """A rank shut the group down, or aborted it, while this rank still needed it."""
+
+    aborted: bool = False
+
+    def __str__(self) -> str:
+        did = "aborted the group" if self.aborted else "had already left the group"
+        return (
+            f"{self._here()} failed: {ranks_named(self.ranks)} {did}. "
+            "The group is over; ranks that still have work must not outlast the others."
+        )
+
+
+@dataclass(eq=False)
+class CollectiveTimeoutError(GroupError, TimeoutError):
+    """A rank did not arrive within the call's timeout."""
+
+    seconds: float = 0.0
+    reporter: int = -1
+    behind: Sequence[str] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        if self.reporter not in (-1, self.rank):
+            what = f"rank {self.reporter} gave up waiting for {ranks_named(self.ranks)}"
+        else:
+            what = f"timed out after {self.seconds:g} s waiting for {ranks_named(self.ranks)}"
+        seen = f" Last seen: {'; '.join(self.behind)}." if self.behind else ""
+        after = (
+            "The group goes on." if self.operation == "recv" else "The group is over on all ranks."
+        )
+        return (
+            f"{self._here()}: {what}.{seen} {after} "
+            "If the rank is only slow, give the call or the group a longer timeout."
+        )
+
+
+class MonitoredBarrierError(CollectiveTimeoutError):
+    """Ranks did not come to a monitored barrier in time."""
+
+    def __str__(self) -> str:
+        who = ranks_named(self.ranks).capitalize()
+        return (
+            f"rank {self.rank}: {who} failed to pass monitoredBarrier "
+            f"in {self.seconds * 1000:g} ms. "
+            "The ranks that came can go on; look at where the missing ones are."
+        )
+
+
+@dataclass(eq=False)
+class GroupClosedError(GroupError):
+    """The group was shut down or aborted on this rank."""
+
+    aborted: bool = False
+
+    def __str__(self) -> str:
+        did = "aborted" if self.aborted else "shut down"
+        return f"{self._here()} failed: this group was {did} on this rank. Make a new group."
+
+
+@dataclass(eq=False)
+class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
+    """``Work.wait(timeout)`` gave up; the work itself goes on and can be waited for again."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"Wait timeout: not done after {self.seconds:g} s. The collective goes on, and its "
+            "tensors belong to it; wait again, or abort the group."
+        )
+
+
+@dataclass(eq=False)
+class CodecError(PacelineError, TypeError, ValueError):
+    """An object that the codec does not carry, or bytes that are not of its making."""
+
+    what: str
+    remedy: str = (
+        "It carries None, numbers, strings, bytes, lists, tuples, dicts, sets and tensors; "
+        "turn the object into those, or use torch.distributed's object collectives, which pickle."
+    )
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.remedy}"
+
+
+@dataclass(eq=False)
+class RanksFailedError(PacelineError, RuntimeError):
+    """Ranks that paceline.testing started failed; the first to fail comes first."""
+
+    failures: Sequence[tuple[int, str]]
+    size: int
+
+    def __str__(self) -> str:
+        parts = [f"rank {rank} of {self.size}:\n{text.rstrip()}" for rank, text in self.failures]
+        return "\n\n".join(parts)
