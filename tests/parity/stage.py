@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 GPUS = 8  # that torch pretends to have, for tests that ask
-WATCHED = ("DistributedDataParallel", "_BucketCapacityConfig", "_dump_DDP_relevant_env_vars")
+WATCHED = (
+    "DistributedDataParallel",
+    "HierarchicalModelAverager",
+    "PeriodicModelAverager",
+    "_BucketCapacityConfig",
+    "_dump_DDP_relevant_env_vars",
+)
+MODULES = ("averagers", "hierarchicalSGD")  # through which the tests reach some of them
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,11 @@ class Stage:
         self.deadline = 0.0  # of the test that runs
         # Only now: the tests keep what the names mean when they are imported.
         self.wheel = importlib.import_module("torch.testing._internal.distributed.distributed_test")
+        homes = [self.wheel, *(getattr(self.wheel, name, None) for name in MODULES)]
         for name in WATCHED:
-            if hasattr(self.wheel, name):  # an older torch has fewer of them
-                self._watch(name)
+            for home in homes:
+                if hasattr(home, name):  # an older torch has fewer of them
+                    self._watch(home, name)
         self.classes = {**vars(self.wheel), "TestDistBackendWithSpawn": _with_ranks(self)}
 
     def require_ours(self) -> None:
@@ -108,13 +117,13 @@ class Stage:
                     f"the test would not run on {self.implementation}."
                 )
 
-    def _watch(self, name: str) -> None:
-        thing = getattr(self.wheel, name)
+    def _watch(self, home: Any, name: str) -> None:
+        thing = getattr(home, name)
         if isinstance(thing, type):
             watched = self._noting(name, thing.__module__, thing.__init__)
             thing.__init__ = watched
         else:
-            setattr(self.wheel, name, self._noting(name, thing.__module__, thing))
+            setattr(home, name, self._noting(name, thing.__module__, thing))
 
     def _noting(self, name: str, origin: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
