@@ -7,6 +7,9 @@ PYTHON ?= python3
 CHOSEN := $(shell cat .venv/.torch 2>/dev/null)
 TORCH ?= $(or $(CHOSEN),torch==2.13.0)
 
+# Files of tests that run at a time; most tests start processes of their own.
+JOBS ?= 2
+
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -24,7 +27,7 @@ demo: $(READY) ## train a small model on several processes
 	$(BIN)/python examples/digits.py
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow

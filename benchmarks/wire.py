@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -312,6 +313,7 @@ def compare(
 
 def main() -> int:
     args = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces go first
     if why := unable():
         print(f"This benchmark needs two hosts: {why}.", file=sys.stderr)
         return 1

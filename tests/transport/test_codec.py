@@ -409,7 +409,6 @@ F32 = Ext(4, b"float32")
         [6, Ext(4, b"qint8"), Ext(6, bytes(4)), 4],
         [6, [0], Ext(6, bytes(4)), 4],
     ],
-    ids=str,
 )
 def test_well_formed_messagepack_that_is_not_ours_is_refused(raw: object) -> None:
     assert malformed(raw).startswith("malformed bytes: ")
