@@ -33,6 +33,7 @@ from paceline.testing import Meeting
 
 RATE = 5e-4
 ONE_BUCKET = 25.0  # MiB
+WARM_UP = 2  # steps that are sent whole, by codecs as by torch's PowerSGD
 ROUND = 10  # steps between two exchanges of DiLoCo
 OUTER = partial(SGD, lr=1.0)
 ALONE, REFERENCE = "no exchange", "torch DDP"
@@ -97,7 +98,10 @@ def fp16(ddp: DistributedDataParallel) -> None:
 def power_sgd(rank: int) -> Callable[[DistributedDataParallel], None]:
     def register(ddp: DistributedDataParallel) -> None:
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=WARM_UP,
+            min_compression_rate=1,
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -116,7 +120,7 @@ def paceline_ddp(codec: Callable[[], hooks.Codec] | None = None) -> Build:
         group = open_group(meeting, opened)
         ddp = paceline.DistributedDataParallel(model, process_group=group)
         if codec is not None:
-            hooks.CodecHook(codec()).register(ddp)
+            hooks.CodecHook(codec(), warm_up=WARM_UP).register(ddp)
         return Trainer(ddp, make_optimizer(model), group)
 
     return build

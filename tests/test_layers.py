@@ -31,7 +31,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "cli": PUBLIC | {ROOT},
         ROOT: PUBLIC,
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
-        "compiled": frozenset({"ddp", "groups", "policies"}),
+        "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
         "ddp": frozenset({"_reducer", "groups", "hooks", "join", "policies"}),
         "hooks": frozenset({"_reducer", "groups", "policies"}),  # of _reducer: Bucket
         "_reducer": frozenset({"groups", "policies"}),  # its hook is given, not imported

@@ -6,6 +6,7 @@
     policies.py    settings
     install.py     makes torch's names mean ours, and back
     ddp/           what the user wraps: DistributedDataParallel
+    compiled/      the path torch.compile traces
     hooks/         how a bucket is averaged: torch's hooks, and codecs that save bytes
     optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
     join/          ranks with unequal amounts of data
@@ -19,7 +20,7 @@
 
 from typing import Any
 
-from . import data, ddp, errors, groups, hooks, join, metrics, optim
+from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim
 from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
 from .groups import (
     Group,
@@ -51,6 +52,7 @@ __all__ = [
     "SyncBatchNorm",
     "Work",
     "__version__",
+    "compiled",
     "current_process_group",
     "data",
     "ddp",

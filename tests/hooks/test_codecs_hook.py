@@ -65,9 +65,9 @@ MODEL = seeded(toy)
 
 def wrapped(group: Group, codec: Codec, **options: Any) -> tuple[DDP, CodecHook]:
     options.setdefault("bucket_cap_mb", TINY)
-    feedback = options.pop("error_feedback", True)
+    feedback, warm_up = options.pop("error_feedback", True), options.pop("warm_up", 0)
     ddp = DDP(copy.deepcopy(MODEL), process_group=group, **options)
-    hook = CodecHook(codec, small=SMALL, error_feedback=feedback)
+    hook = CodecHook(codec, small=SMALL, error_feedback=feedback, warm_up=warm_up)
     hook.register(ddp)
     return ddp, hook
 
@@ -140,6 +140,23 @@ def test_small_parameters_are_averaged_exactly(kind: str, ranks: int) -> None:
     wanted = [p.grad for p in model.parameters() if p.numel() < SMALL]
     for found in run_ranks(ranks, one_rank):
         assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["int8", "sign", "topk", "powersgd"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_passes_of_a_warm_up_are_averaged_exactly_and_those_after_it_are_not(
+    kind: str, ranks: int
+) -> None:
+    def one_rank(group: Group) -> Tensor:
+        ddp, _ = wrapped(group, MAKERS[kind](), warm_up=2)
+        return steps_of(ddp, group.rank(), 4)
+
+    results = run_ranks(ranks, one_rank)
+    assert_alike(results)
+    wanted = expected(ranks, 4)
+    assert_close(results[0][:2], wanted[:2])
+    for found, exact in zip(results[0][2:], wanted[2:], strict=True):
+        assert off(found, exact) > 1e-4
 
 
 @on_two_or_more

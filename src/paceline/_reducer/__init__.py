@@ -1,6 +1,7 @@
 """Gradients in, averages out. ``reducer.py`` begins with how a backward pass goes."""
 
 from .bucket import Bucket, GradBucket
+from .handed import Handed
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
@@ -12,6 +13,7 @@ __all__ = [
     "Assignment",
     "Bucket",
     "GradBucket",
+    "Handed",
     "Ledger",
     "Pass",
     "Reducer",

@@ -1,6 +1,7 @@
 """What the user wraps: DistributedDataParallel, and the form without a wrapper."""
 
 from .buffers import _BufferCommHookLocation
+from .in_graph import forward_in_graph, wrapper_numbered
 from .logging_data import dump_environment
 from .mixed_precision import _MixedPrecision
 from .parallelize import parallelize, replica_of
@@ -15,8 +16,10 @@ __all__ = [
     "_BufferCommHookLocation",
     "_MixedPrecision",
     "dump_environment",
+    "forward_in_graph",
     "is_strict",
     "parallelize",
     "replica_of",
     "set_strict",
+    "wrapper_numbered",
 ]

@@ -35,6 +35,7 @@ from ..policies import BucketCaps
 from . import torch_args
 from .delayed import Delayed
 from .in_backward import adopt_optimizers, register_fused
+from .in_graph import forward_in_graph, number
 from .joining import (
     DDPJoinHook,
     announce_step,
@@ -139,6 +140,10 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
         """Everything that belongs to this process: the replica, hooks on the module."""
+        self._number = number(self)
+        self._anchor = torch.zeros((), requires_grad=True)  # a traced backward pass ends at it
+        self._beat = torch.zeros(())  # a graph seems to write it, so that it keeps what does so
+        self._in_step = False  # a compiled step sees to the averages (compiled/step.py)
         foreign = not isinstance(self.process_group, type(group)) and (
             type(self.process_group) is not ProcessGroup
         )
@@ -176,6 +181,8 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward, between buffers made alike and a watch on the output."""
+        if torch.compiler.is_compiling():
+            return forward_in_graph(self, *inputs, **kwargs)
         if not torch.autograd._profiler_enabled():
             return self._forward(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -232,6 +239,8 @@ class DistributedDataParallel(TorchNames, Joinable):
     @torch._disable_dynamo(recursive=False)
     def _inside_ddp_forward(self) -> Iterator[None]:
         before = TorchDDP._active_ddp_module
+        if before is not None and all(module is not self for module in before.modules()):
+            before = None  # of another rank that is a thread, and may have left by then
         TorchDDP._active_ddp_module = self
         try:
             yield
@@ -491,7 +500,8 @@ class DistributedDataParallel(TorchNames, Joinable):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
-        local = ("process_group", "_replica", "_reducer", "_torch_logger", "_caster", "_delayed")
+        parts = ("_replica", "_reducer", "_torch_logger", "_caster", "_delayed")
+        local = ("process_group", "_number", *parts)
         state = {key: value for key, value in self.__dict__.items() if key not in local}
         state["broadcast_buffers"] = self.forward_sync_buffers
         return state

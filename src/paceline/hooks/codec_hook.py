@@ -48,7 +48,9 @@ class CodecHook:
     """A communication hook that sends gradients through a codec.
 
     ``small``: parameters with fewer elements travel as they are. ``error_feedback=False`` forgets
-    what encoding loses; then only codecs that are right on average are of use. All ranks give the
+    what encoding loses; then only codecs that are right on average are of use. For the first
+    ``warm_up`` passes everything travels as it is: optimizers that divide by the size of past
+    gradients, as Adam does, learn that size from whole ones. All ranks give the
     same settings; it is checked when the hook is registered, or with the first bucket.
     """
 
@@ -59,12 +61,15 @@ class CodecHook:
         *,
         error_feedback: bool = True,
         small: int = SMALL,
+        warm_up: int = 0,
     ) -> None:
         self.codec = _checked(codec)
         if small < 0:
             raise CodecSettingError(f"CodecHook(small={small})", "small is not negative")
+        if warm_up < 0:
+            raise CodecSettingError(f"CodecHook(warm_up={warm_up})", "warm_up is not negative")
         self.error_feedback = error_feedback
-        self.small = small
+        self.small, self.warm_up = small, warm_up
         self.step = 0  # passes so far
         self.residuals: Held = {}  # by parameter: what this rank has not sent yet
         self._owned: Held = {}  # the same of the averages that are this rank's to encode
@@ -187,6 +192,8 @@ class CodecHook:
             self._abandon()
             self._connect()
             self._weigh(_weight_of(bucket))
+            if self.step == self.warm_up:  # from now on some parameters are large
+                self._routes.clear()
             if not self._agreed:
                 self._agree(self.codec)
         line, buffer = self._connect(), bucket.buffer()
@@ -267,7 +274,7 @@ class CodecHook:
         return TwoStages(codec, layout, line, held, like, self._owned)
 
     def _large(self, piece: Piece) -> bool:
-        return piece.numel >= max(self.small, 1)
+        return self.step >= self.warm_up and piece.numel >= max(self.small, 1)
 
     # -- the group ----------------------------------------------------------------------------
 
@@ -290,7 +297,8 @@ class CodecHook:
 
     def _agree(self, codec: Codec) -> None:
         """All ranks want the same, or all raise."""
-        mine = f"{codec}, small={self.small}, error_feedback={self.error_feedback}, {self.step}"
+        settings = self.small, self.warm_up, self.error_feedback, self.step
+        mine = f"{codec}, (small, warm_up, error_feedback, step)={settings}"
         line = self._connect()
         said = [str(text) for text in line.group.all_gather_object(mine)]
         if len(set(said)) > 1:

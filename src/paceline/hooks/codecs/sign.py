@@ -54,7 +54,8 @@ def pack_bits(flags: Tensor) -> Tensor:
 def unpack_signs(packed: Tensor) -> Tensor:
     """1 for each bit that is set and -1 for the others, in float32."""
     table = _signs(str(packed.device))
-    return table.index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
+    rows, eights = packed.shape
+    return table.index_select(0, packed.reshape(-1).int()).view(rows, 8 * eights)
 
 
 @lru_cache(maxsize=8)

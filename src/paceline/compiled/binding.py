@@ -1,0 +1,135 @@
+"""Binding: what a step's programs are made for, and whether that still holds.
+
+A program is made for certain parameters, in certain buckets, with the state that an optimizer has
+for them. All of that may change between two steps: layers are frozen, a checkpoint is loaded,
+somebody takes an eager step. :meth:`Binding.settle` looks, which costs little, and makes other
+programs where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._reducer import Reducer
+from ..ddp import DistributedDataParallel
+from . import program, updates
+from .program import Layout, Loss, Place
+from .settings import Settings
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Binding:
+    """A wrapper, an optimizer and a loss, and the programs for them."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, settings: Settings
+    ) -> None:
+        self._ddp, self._optimizer = ddp, optimizer
+        self._loss_fn, self._settings = loss_fn, settings
+        self.unfit = updates.why_not(optimizer)  # why the optimizer is no part of the graph
+        self.params: list[Tensor] = []  # by slot: the reducer's, then others of the optimizer
+        self.classes: list[updates.Class] = []
+        self.layout: Layout | None = None
+        self._whole: Callable[..., Any] | None = None
+        self._gathering: Callable[..., Any] | None = None
+        self._seen: tuple[object, ...] = ()  # what all of that was made from
+        self.look()
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._ddp._replica.reducer
+
+    # -- programs -----------------------------------------------------------------------------
+
+    def whole(self, compiler: Compiler) -> Callable[..., Any]:
+        """The program of a whole step."""
+        if self._whole is None:
+            assert self.layout is not None
+            function = program.write(self._ddp.module, self._loss_fn, self.params, self.layout)
+            self._whole = compiler(function)
+        return self._whole
+
+    def gathering(self, compiler: Compiler) -> Callable[..., Any]:
+        """The program of a step that gathers gradients for a later one."""
+        if self._gathering is None:
+            autocast = self._settings.autocast
+            self._gathering = compiler(
+                program.write_gathering(self._ddp.module, self._loss_fn, self.params, autocast)
+            )
+        return self._gathering
+
+    def numbers(self) -> Tensor:
+        """What the classes need to know in this step, a row for each."""
+        rows = [updates.numbers_of(self._optimizer, found) for found in self.classes]
+        return torch.tensor(rows, dtype=torch.float64).to(self.params[0].device)
+
+    def held(self) -> list[Tensor | None]:
+        """By slot, gradients that were gathered and are not averaged; empty if there are none."""
+        if self._settings.accumulate == 1 or self.layout is None:
+            return []
+        pairs = zip(self.params, self.layout.places, strict=True)
+        held = [p.grad if place is None else None for p, place in pairs]
+        return held if any(grad is not None for grad in held) else []
+
+    # -- what they are for --------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """See that the programs fit the parameters, buckets and state of now."""
+        self.look()
+        known = self.layout is not None
+        if known and updates.hold(self._optimizer, self.classes, self.params):
+            return
+        if not self.unfit:
+            slots = {param: slot for slot, param in enumerate(self.params)}
+            self.classes = updates.classes_of(self._optimizer, slots)
+        layout = self._make_layout()
+        if layout != self.layout:
+            self.layout, self._whole = layout, None
+
+    def look(self) -> None:
+        """Find the parameters again, if they or their buckets are others than before."""
+        sizes = tuple(len(group["params"]) for group in self._optimizer.param_groups)
+        seen = (self._reducer, self._reducer.alone, *self._reducer.layout.buckets, sizes)
+        if seen == self._seen:
+            return
+        self._seen, self.params = seen, self._find_params()
+        self._whole = self._gathering = self.layout = None
+
+    def _find_params(self) -> list[Tensor]:
+        averaged: list[Tensor] = list(self._reducer.params)
+        known = set(averaged)
+        others = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [*averaged, *(p for p in others if p.requires_grad and p not in known)]
+
+    def _rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """A bucket's parameters, cut behind large ones, so that these are copied from cache."""
+        row: list[int] = []
+        for number in numbers:
+            row.append(number)
+            if self._reducer.layout.is_large(number):
+                yield tuple(row)
+                row = []
+        if row:
+            yield tuple(row)
+
+    def _make_layout(self) -> Layout:
+        buckets = [] if self._reducer.alone else self._reducer.layout.buckets
+        places: list[Place | None] = [None] * len(self.params)
+        for index, bucket in enumerate(buckets):
+            for number, view in zip(bucket.numbers, bucket.views, strict=True):
+                offset = int(view.storage_offset() - bucket.buffer.storage_offset())
+                places[number] = Place(index, offset, tuple(view.shape), view.stride())
+        return Layout(
+            launches=tuple(row for bucket in buckets for row in self._rows(bucket.numbers)),
+            places=tuple(places),
+            classes=tuple(found.key for found in self.classes),
+            max_norm=None if self.unfit else self._settings.max_norm,
+            autocast=self._settings.autocast,
+            keep=self._settings.keep_grads or bool(self.unfit),
+        )

@@ -1,0 +1,350 @@
+"""Backward hooks of modules and tensors inside a graph.
+
+Dynamo refuses a module with full backward hooks (it wants compiled autograd for them), and a
+backward pass that is itself traced drops parameters' hooks without a word. :func:`keep_hooks` puts
+two *gates* around such a module: identity functions whose backward is one operator each, which
+calls the module's hooks with real tensors, in eager Python, when the graph runs. So their side
+effects are kept and what they return replaces the gradients. The price is a copy of the gradients
+that pass a gate.
+
+:func:`on_gradient` is ``tensor.register_hook`` for a tensor that is made inside the graph; the hook
+it takes comes from :func:`gradient_hook`, outside the graph.
+:func:`refuse_hooks` is for whoever traces a backward pass: it names every hook that would be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._opaque_base import OpaqueBase
+from torch.nn.modules import module as torch_modules
+from typing_extensions import Self
+
+from ..errors import HookRefusedError, HookResultError, UnsupportedError
+from . import torch_private
+
+Gradients = tuple["Tensor | None", ...]
+_library = torch.library.Library("paceline", "FRAGMENT")
+
+
+# -- what runs when gradients pass ----------------------------------------------------------------
+
+
+class Passage(Protocol):
+    """What happens to gradients on their way through a gate."""
+
+    def leave(self, call: int, gradients: Gradients, unentered: int) -> Gradients:
+        """Gradients come in from behind the module; those that go on into it.
+
+        ``unentered``: how many inputs it has, when none of them will get a gradient; else -1.
+        """
+
+    def enter(self, call: int, gradients: Gradients) -> Gradients:
+        """Gradients have passed the module; those that go on to what is before it."""
+
+
+class Gate(OpaqueBase):
+    """A passage as a graph sees it: an input, whatever is behind it."""
+
+    def __init__(self, passage: Passage) -> None:
+        self.passage = passage
+
+
+class ModulePassage:
+    """Calls a module's hooks as eager mode does."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self._module = module
+        self.before: dict[int, Any] = dict(module._backward_pre_hooks)
+        self.after: dict[int, Any] = dict(module._backward_hooks)
+        self._outputs: dict[int, Gradients] = {}  # by call, until the gradients have passed
+
+    def leave(self, call: int, gradients: Gradients, unentered: int) -> Gradients:
+        for hook in list(self.before.values()):
+            result = hook(self._module, gradients)
+            gradients = _replaced(self.name, "backward pre-hook", result, gradients)
+        self._outputs[call] = gradients
+        if unentered >= 0:
+            self.enter(call, (None,) * unentered)
+        return gradients
+
+    def enter(self, call: int, gradients: Gradients) -> Gradients:
+        outputs = self._outputs.pop(call)
+        for hook in list(self.after.values()):
+            result = hook(self._module, gradients, outputs)
+            gradients = _replaced(self.name, "full backward hook", result, gradients)
+        return gradients
+
+
+class TensorPassage:
+    """Calls one hook with one gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hook = hook
+
+    def leave(self, call: int, gradients: Gradients, unentered: int) -> Gradients:
+        result = self._hook(gradients[0])  # type: ignore[arg-type]
+        return gradients if result is None else (result,)
+
+    def enter(self, call: int, gradients: Gradients) -> Gradients:
+        return gradients
+
+
+def _replaced(module: str, hook: str, result: Any, gradients: Gradients) -> Gradients:
+    if result is None:
+        return gradients
+    new = (result,) if isinstance(result, Tensor) else tuple(result)
+    if len(new) != len(gradients):
+        raise HookResultError(module, hook, len(gradients), len(new))
+    return new
+
+
+# -- the operators --------------------------------------------------------------------------------
+
+_calls = itertools.count(1)
+
+
+def _begin(gate: Gate) -> Tensor:
+    return torch.tensor(next(_calls))
+
+
+def _leave(
+    call: Tensor, places: list[int], size: int, unentered: int, grads: list[Tensor], gate: Gate
+) -> list[Tensor]:
+    number = int(call.item())
+    return _passed(lambda given: gate.passage.leave(number, given, unentered), places, size, grads)
+
+
+def _enter(
+    call: Tensor, places: list[int], size: int, unentered: int, grads: list[Tensor], gate: Gate
+) -> list[Tensor]:
+    number = int(call.item())
+    return _passed(lambda given: gate.passage.enter(number, given), places, size, grads)
+
+
+def _passed(
+    hooks: Callable[[Gradients], Gradients], places: list[int], size: int, grads: list[Tensor]
+) -> list[Tensor]:
+    """Call ``hooks`` with a gradient, or None, for each argument; new tensors of the results."""
+    given: list[Tensor | None] = [None] * size
+    for place, grad in zip(places, grads, strict=True):
+        given[place] = grad
+    with torch.no_grad():
+        results = hooks(tuple(given))
+        taken = [results[place] for place in places]
+        return [
+            torch.zeros_like(grad) if new is None else new.clone().to(grad.dtype).view_as(grad)
+            for new, grad in zip(taken, grads, strict=True)
+        ]
+
+
+def _offer() -> str:
+    """Define the operators; returns why this torch cannot have them, or nothing."""
+    if reason := torch_private.missing():
+        return reason
+    name = torch_private.name_as_input(Gate, {}, lambda gate: [])
+    arguments = (
+        "(Tensor call, int[] places, int size, int unentered, Tensor[] grads, "
+        f"{name} gate) -> Tensor[]"
+    )
+    for operator, schema, kernel, shapes in (
+        (
+            "begin",
+            f"({name} gate) -> Tensor",
+            _begin,
+            lambda gate: torch.empty((), dtype=torch.long),
+        ),
+        ("leave", arguments, _leave, _shapes),
+        ("enter", arguments, _enter, _shapes),
+    ):
+        _library.define(f"{operator}{schema}")
+        _library.impl(operator, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"paceline::{operator}", shapes, lib=_library)
+        torch_private.keep_in_order(_library, f"paceline::{operator}")
+    return ""
+
+
+def _shapes(
+    call: Tensor, places: Any, size: int, unentered: int, grads: list[Tensor], gate: Any
+) -> list[Tensor]:
+    return [torch.empty_like(grad) for grad in grads]
+
+
+UNAVAILABLE = _offer()
+
+
+class _Leaving(torch.autograd.Function):
+    """The outputs of a module; its backward comes before the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
+        ctx.gate, ctx.where = gate, where
+        ctx.save_for_backward(call)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (call,) = ctx.saved_tensors
+        new = torch.ops.paceline.leave(call, *ctx.where, list(grads), ctx.gate)
+        return None, None, None, *new
+
+
+class _Entering(torch.autograd.Function):
+    """The inputs of a module; its backward comes after the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
+        ctx.gate, ctx.where = gate, where
+        ctx.save_for_backward(call)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (call,) = ctx.saved_tensors
+        new = torch.ops.paceline.enter(call, *ctx.where, list(grads), ctx.gate)
+        return None, None, None, *new
+
+
+def _places(values: Sequence[Any]) -> list[int]:
+    return [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+
+
+def _through(
+    function: Any, gate: Gate, call: Tensor, values: Sequence[Any], unentered: int = -1
+) -> list[Any]:
+    """``values`` with those that need a gradient passed through ``function``."""
+    places, result = _places(values), list(values)
+    if places:
+        where = (places, len(values), unentered)
+        passed = function.apply(gate, call, where, *[values[i] for i in places])
+        for place, tensor in zip(places, passed, strict=True):
+            result[place] = tensor
+    return result
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+class _GatedForward:
+    """A module's forward between its gates."""
+
+    def __init__(self, gate: Gate, forward: Callable[..., Any]) -> None:
+        self.gate = gate
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        call = torch.ops.paceline.begin(self.gate)
+        unentered = -1 if _places(args) else len(args)
+        result = self.forward(*_through(_Entering, self.gate, call, args), **kwargs)
+        if isinstance(result, Tensor):
+            return _through(_Leaving, self.gate, call, (result,), unentered)[0]
+        if isinstance(result, list | tuple):
+            passed = _through(_Leaving, self.gate, call, result, unentered)
+            return type(result)(*passed) if hasattr(result, "_fields") else type(result)(passed)
+        return result
+
+
+@dataclass(eq=False)
+class KeptHooks:
+    """What :func:`keep_hooks` did to a model; ``remove`` undoes it."""
+
+    gated: dict[nn.Module, ModulePassage]
+
+    def remove(self) -> None:
+        """Give the modules their hooks and their forward back."""
+        for module, passage in self.gated.items():
+            del module.__dict__["forward"]
+            module._backward_pre_hooks.update(passage.before)
+            module._backward_hooks.update(passage.after)
+        self.gated.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def keep_hooks(model: nn.Module) -> KeptHooks:
+    """Put gates around every module of ``model`` that has full backward hooks or pre-hooks.
+
+    Until ``remove()`` the hooks are called by the gates, in eager mode and in compiled code alike.
+    Hooks that no gate can call (of the old ``register_backward_hook``, of all modules) are refused.
+    """
+    if UNAVAILABLE:
+        raise UnsupportedError("torch.compile", "hooks inside a graph", f"{UNAVAILABLE}.")
+    refuse_hooks(model, gated=True)
+    gated = {}
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            passage = gated[module] = ModulePassage(name or type(module).__name__, module)
+            module._backward_pre_hooks.clear()
+            module._backward_hooks.clear()
+            module.__dict__["forward"] = _GatedForward(Gate(passage), module.forward)
+    return KeptHooks(gated)
+
+
+def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> Gate:
+    """``hook`` for :func:`on_gradient`; to be made outside the graph."""
+    return Gate(TensorPassage(hook))
+
+
+def on_gradient(tensor: Tensor, hook: Gate) -> Tensor:
+    """``tensor``, with ``hook`` called on its gradient; use what is returned in its place."""
+    call = torch.ops.paceline.begin(hook)
+    passed: Tensor = _through(_Leaving, hook, call, (tensor,))[0]
+    return passed
+
+
+# -- what would be lost ---------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module, *, gated: bool = False) -> Iterator[str]:
+    """Every hook that a traced backward pass would not call, in words.
+
+    ``gated``: leave out those that :func:`keep_hooks` keeps, and those of parameters, which an
+    eager backward pass calls.
+    """
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        yield "a backward hook of all modules (register_module_full_backward_hook)"
+    for name, module in model.named_modules():
+        where = name or type(module).__name__
+        old = module._is_full_backward_hook is False and bool(module._backward_hooks)
+        for hook in module._backward_hooks.values():
+            if old or not gated:
+                kind = "register_backward_hook" if old else "full backward hook"
+                yield f"{_name_of(hook)} of {where} ({kind})"
+        for hook in module._backward_pre_hooks.values():
+            if not gated:
+                yield f"{_name_of(hook)} of {where} (full backward pre-hook)"
+    for name, param in model.named_parameters() if not gated else ():
+        for hook in (param._backward_hooks or {}).values():
+            yield f"{_name_of(hook)} of {name} (tensor hook)"
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            yield f"{_name_of(hook)} of {name} (post-accumulate hook)"
+
+
+def refuse_hooks(model: nn.Module, *, gated: bool = False) -> None:
+    """Raise with the names of the hooks that would be lost, if there are any."""
+    if lost := tuple(hooks_of(model, gated=gated)):
+        raise HookRefusedError(lost)
+
+
+def _name_of(hook: Any) -> str:
+    hook = hook[0] if isinstance(hook, tuple) else hook
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name

@@ -1,0 +1,68 @@
+"""Groups inside graphs: what Dynamo may read of them, and what it traces when they are called.
+
+A group is an input of the graph, so the graph communicates over the group that it is called with.
+Its rank and its size are constants in the graph; a group with others makes Dynamo compile again.
+Everything else that traced code reads of a group is guarded when it is read. So one compile serves
+all groups of the same rank and size, and a group never gets what was made for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import HashStore
+
+from ..groups import Group, current_process_group, new_group, process_group
+from . import current, functions, torch_private, traced
+from .torch_private import Seen
+
+# What runs in eager mode, whole, when it is called between two graphs.
+EAGER = (
+    "_do",
+    "_do_all",
+    "_sparse_all_reduce",
+    "all_gather_object",
+    "broadcast_object",
+    "gather_object",
+    "scatter_object",
+    "monitored_barrier",
+    "split",
+    "merge",
+    "reconfigure",
+    "register",
+    "abort",
+    "shutdown",
+)
+
+
+def _guarded(group: Group) -> Sequence[object]:
+    return [group.rank(), group.size()]
+
+
+def members() -> dict[str, Seen]:
+    """Every member of a Group, and what Dynamo does with it.
+
+    All of them are named: Dynamo refuses code that touches another one, where a member that cannot
+    be traced is only a graph break.
+    """
+    group = new_group("fake", store=HashStore(), rank=0, world_size=1)
+    ours = [c for c in Group.__mro__ if c.__module__.startswith("paceline.")]
+    names = [n for c in ours for n in vars(c) if not n.startswith("__")]
+    names += [*vars(group), "group_name", "group_desc"]
+    folded = ("rank", "size", "getRank", "getSize", "__eq__", "__ne__")
+    return {**dict.fromkeys(names, Seen.TRACED), **dict.fromkeys(folded, Seen.FOLDED)}
+
+
+def offer_groups() -> str:
+    """Let ``torch.compile`` take groups; returns why it cannot, or nothing. Called once."""
+    if reason := torch_private.missing():
+        return reason
+    traced.define_operators(torch_private.name_as_input(Group, members(), _guarded))
+    for name, instead in (("_do", traced.traced_do), ("_do_all", traced.traced_do_all)):
+        torch_private.trace_instead(getattr(Group, name), instead)
+    for name in EAGER:
+        torch_private.never_trace(getattr(Group, name))
+    torch_private.trace_instead(current_process_group, current.traced_current_process_group)
+    torch_private.trace_instead(process_group, current.traced_process_group)
+    functions.offer_functions()
+    return ""

@@ -1,0 +1,172 @@
+"""Program: one training step as one function that Dynamo traces whole.
+
+The functions here are what is compiled, so they are plain: no objects of ours inside but lists,
+numbers and tensors. Everything that a step needs to know when it runs is an argument; everything
+that the graph depends on is in :class:`Layout`, and another layout is another program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import updates
+from .updates import Kind, Tensors
+
+Loss = Callable[..., Tensor]
+_programs = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's average lies in the memory of the buckets."""
+
+    bucket: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def read(self, buffers: Sequence[Tensor]) -> Tensor:
+        """The average."""
+        return buffers[self.bucket].as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the graph of a step depends on, beside the model and the loss."""
+
+    launches: tuple[tuple[int, ...], ...]  # slots, the reducer's numbers too, that go together
+    places: tuple[Place | None, ...]  # by slot; None: this parameter is not averaged
+    classes: tuple[tuple[Kind, tuple[int, ...]], ...]  # who is updated how, by slot
+    max_norm: float | None
+    autocast: torch.dtype | None
+    keep: bool  # gradients that are not averaged are returned
+
+
+def write(module: nn.Module, loss_fn: Loss, params: Tensors, layout: Layout) -> Callable[..., Any]:
+    """The function of a whole step: forward, backward, averages, clipping and update.
+
+    It takes the buckets' memory, the wire, gradients that were gathered and are not averaged, by
+    slot, the classes' state and numbers, and the batch. It returns the loss, the norm of all
+    gradients if they are clipped, those gradients that are not averaged, and for each slot whether
+    this rank's graph reached the parameter.
+    """
+    differentiate = _backward_of(module, loss_fn, params, layout.autocast)
+
+    def whole(
+        buffers: Tensors,
+        wire: Tensor,
+        held: list[Tensor | None],
+        states: list[dict[str, Tensors]],
+        numbers: Tensor,
+        *batch: Any,
+    ) -> tuple[Any, ...]:
+        loss, fresh = differentiate(*batch)
+        local = [_sum(grad, held[slot]) if held else grad for slot, grad in enumerate(fresh)]
+        grads = _averaged(layout, buffers, wire, local) if layout.launches else list(local)
+        norm = None
+        if layout.max_norm is not None:
+            norm = _clip(grads, layout.max_norm)
+        for row, (kind, slots) in enumerate(layout.classes):
+            _update(kind, slots, params, grads, local, states[row], numbers[row])
+        used = tuple([grad is not None for grad in local])
+        kept = [
+            grad if place is None else None
+            for grad, place in zip(local, layout.places, strict=True)
+        ]
+        return loss, norm, kept if layout.keep else [], used
+
+    return _its_own(whole)
+
+
+def write_gathering(
+    module: nn.Module, loss_fn: Loss, params: Tensors, autocast: torch.dtype | None
+) -> Callable[..., Any]:
+    """The function of a step that only gathers: the loss, and this rank's gradients."""
+    differentiate = _backward_of(module, loss_fn, params, autocast)
+
+    def gathering(*batch: Any) -> tuple[Any, ...]:
+        loss, local = differentiate(*batch)
+        return loss, list(local)
+
+    return _its_own(gathering)
+
+
+def _its_own(function: Any) -> Callable[..., Any]:
+    """Code of its own: Dynamo counts recompiles by code, and all programs would count as one."""
+    name = f"{function.__name__}_{next(_programs)}"
+    function.__code__ = function.__code__.replace(co_name=name)
+    return function  # type: ignore[no-any-return]
+
+
+def _backward_of(
+    module: nn.Module, loss_fn: Loss, params: Tensors, autocast: torch.dtype | None
+) -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]:
+    device = params[0].device.type
+
+    def differentiate(*batch: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        with torch.enable_grad():
+            with casting(device, autocast):
+                loss = loss_fn(module, *batch)
+            grads = torch.autograd.grad(loss, params, allow_unused=True)
+        return loss.detach(), grads
+
+    return differentiate
+
+
+def casting(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Autocast to ``dtype``, if there is one."""
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+def _sum(grad: Tensor | None, held: Tensor | None) -> Tensor | None:
+    return grad if grad is None or held is None else grad + held
+
+
+def _averaged(
+    layout: Layout, buffers: Tensors, wire: Tensor, local: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    tickets = []
+    for row in layout.launches:
+        here = [slot for slot in row if local[slot] is not None]
+        if here:
+            grads = [local[slot] for slot in here]
+            tickets.append(torch.ops.paceline.launch(grads, here, wire))
+    torch.ops.paceline.settle(buffers, tickets, wire)
+    return [
+        local[slot] if place is None else place.read(buffers)
+        for slot, place in enumerate(layout.places)
+    ]
+
+
+def _clip(grads: list[Tensor | None], max_norm: float) -> Tensor:
+    """Scale them down in the list."""
+    slots = [slot for slot, grad in enumerate(grads) if grad is not None]
+    clipped, norm = updates.clip([grads[slot] for slot in slots], max_norm)  # type: ignore[misc]
+    for slot, grad in zip(slots, clipped, strict=True):
+        grads[slot] = grad
+    return norm
+
+
+def _update(
+    kind: Kind,
+    slots: Sequence[int],
+    params: Tensors,
+    grads: Sequence[Tensor | None],
+    local: Sequence[Tensor | None],
+    state: dict[str, Tensors],
+    numbers: Tensor,
+) -> None:
+    """Step those that this rank's graph reached; whoever else has an average is stepped later."""
+    here = [at for at, slot in enumerate(slots) if local[slot] is not None]
+    if here:
+        chosen = [params[slots[at]] for at in here]
+        given = [grads[slots[at]] for at in here]
+        own = {name: [tensors[at] for at in here] for name, tensors in state.items()}
+        updates.apply(kind, chosen, given, own, numbers)  # type: ignore[arg-type]

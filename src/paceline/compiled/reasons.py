@@ -1,0 +1,51 @@
+"""Why a step cannot be compiled, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .._reducer import local
+from ..ddp import DistributedDataParallel
+from ..errors import HookRefusedError
+from . import torch_private_step
+
+
+def never(ddp: DistributedDataParallel) -> str:
+    """What will not change and cannot be traced; empty if there is nothing of the kind."""
+    reducer = ddp._replica.reducer
+    if reason := torch_private_step.missing():
+        return reason
+    if ddp.mixed_precision is not None:
+        return "the wrapper has mixed_precision; give autocast= to train_step instead"
+    if ddp._delayed is not None:
+        return "the wrapper delays the averages of some parameters"
+    if reducer.layout.sharded:
+        return "an optimizer holds shards of the gradients"
+    for number, (name, param) in enumerate(zip(reducer.names, reducer.params, strict=True)):
+        if reducer.layout.is_sparse(number):
+            return f"gradients of {name} are sparse"
+        if local(param) is not param:
+            return f"{name} is a DTensor"
+    return ""
+
+
+def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
+    """Hooks of parameters, which a traced backward pass would not call."""
+    reducer = ddp._replica.reducer
+    own = 1 if reducer.listeners else 0
+    for slot, param in enumerate(params):
+        after = param._post_accumulate_grad_hooks
+        if param._backward_hooks or (after is not None and len(after) > own):
+            known = slot < len(reducer.names)
+            name = reducer.names[slot] if known else f"parameter {slot} of the optimizer"
+            return f"{name} has a hook of its own"
+    return ""
+
+
+def of(error: Exception) -> str:
+    """Why something could not be compiled; empty for an error of another kind."""
+    if isinstance(error, HookRefusedError):
+        return str(error)
+    return torch_private_step.reason_of(error)

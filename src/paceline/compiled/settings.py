@@ -1,0 +1,38 @@
+"""Settings of a compiled step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..errors import ModuleArgumentError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a step is compiled, and what it does beside the usual."""
+
+    max_norm: float | None = None  # gradients are scaled down to it
+    accumulate: int = 1  # so many calls are one step of the optimizer
+    autocast: torch.dtype | None = None  # of the forward pass
+    keep_grads: bool = False  # .grad holds the averages after a step, as they were before clipping
+    fullgraph: bool = False  # raise where a step cannot be traced; else it is done in eager mode
+    dynamic: bool | None = None  # as torch.compile takes it
+    backend: Any = "inductor"
+    options: Mapping[str, Any] = field(default_factory=dict)  # for Inductor
+    compile_timeout: timedelta = timedelta(minutes=30)  # for ranks that wait while another compiles
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ModuleArgumentError(
+                f"train_step: accumulate: expected at least 1, got {self.accumulate}."
+            )
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise ModuleArgumentError(
+                f"train_step: max_norm: expected a number above 0, got {self.max_norm}."
+            )

@@ -1,0 +1,259 @@
+"""train_step: forward, backward, averages and the optimizer as one compiled call.
+
+What is compiled is in ``program.py``, how it reaches the other ranks in ``wire.py``, in which order
+it does so in ``schedule.py``. This file has what happens around the graph, and what happens when
+there is none: a step that cannot be traced is done in eager mode, by the same rules, so it does not
+matter to the other ranks which of the two this one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..ddp import DistributedDataParallel
+from ..errors import ModuleArgumentError, ModuleTypeError
+from . import program, reasons, step_plan, torch_private_step, updates
+from .binding import Binding
+from .explain import Schedule
+from .module_hooks import keep_hooks
+from .program import Loss
+from .settings import Settings
+from .turns import Turns
+from .wire import wire_of
+
+log = logging.getLogger("paceline.compiled")
+
+
+def train_step(
+    ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, **options: Any
+) -> Step:
+    """A function of a batch that trains one step and returns this rank's loss::
+
+        step = paceline.compiled.train_step(ddp, optimizer, lambda model, x, y: f(model(x), y))
+        for x, y in loader:
+            loss = step(x, y)
+
+    Every rank calls it, and all make their first step together: ranks compile in turns. ``loss_fn``
+    gets the wrapped module and the batch. A step is what ``zero_grad``, forward, ``backward`` and
+    ``optimizer.step`` do together; parameters, buffers and the optimizer's state are changed where
+    they are, so eager steps may come in between. ``options`` are the fields of :class:`Settings`.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ModuleTypeError(
+            "train_step: expected a paceline.DistributedDataParallel, got an object of type "
+            f"{type(ddp).__name__}."
+        )
+    return Step(ddp, optimizer, loss_fn, Settings(**options))
+
+
+class Step:
+    """What :func:`train_step` returns."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, settings: Settings
+    ) -> None:
+        self.ddp, self.optimizer, self.settings = ddp, optimizer, settings
+        self.reason = ""  # why steps are done in eager mode; empty while they are compiled
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self._loss_fn = loss_fn
+        self._wire = wire_of(ddp)
+        self._wire.handed.plan_ahead()
+        self._binding = Binding(ddp, optimizer, loss_fn, settings)
+        self._turns = Turns(ddp, settings.compile_timeout)
+        self._modules = list(ddp.module.modules())
+        self._tracing = torch_private_step.tracing_backward()
+        if self._binding.unfit:
+            self._tell("the optimizer steps in eager mode", self._binding.unfit)
+        if reason := reasons.never(ddp):
+            self._fall_back(reason)
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any, weight: float | None = None) -> Tensor:
+        """Train on a batch, which counts as ``weight`` samples; returns the loss, detached."""
+        weighing = contextlib.nullcontext() if weight is None else self.ddp.weight(weight)
+        with weighing:
+            if self.settings.accumulate == 1:
+                return self._step(batch, last=True)
+            with self.ddp.accumulate(self.settings.accumulate) as last:
+                return self._step(batch, last=last)
+
+    def plan(self, *batch: Any, world_size: int | None = None) -> Schedule:
+        """The collectives of a step, read from its graph; nothing is run, nobody is waited for.
+
+        With ``world_size``, as if the group had so many ranks.
+        """
+        return step_plan.plan(self, batch, world_size)
+
+    def _step(self, batch: Sequence[Any], *, last: bool) -> Tensor:
+        if self.ddp._replica._micro_steps % self.settings.accumulate == 0:
+            self._drop_grads()
+        inputs, _ = self.ddp._pre_forward(*batch)
+        if last:
+            self._turns.before()
+            self._wire.first = self._turns.after
+        if not self.reason and (reason := reasons.now(self.ddp, self._binding.params)):
+            self._fall_back_now(reason)
+        loss = None if self.reason else self._try_compiled(inputs, last)
+        return self._eager_step(inputs, last) if loss is None else loss
+
+    def _fall_back_now(self, reason: str) -> None:
+        try:
+            self._fall_back(reason)
+        except ModuleArgumentError as error:
+            self._turns.after()
+            self.ddp._replica.tell_failure(str(error))
+            raise
+
+    def _try_compiled(self, inputs: Sequence[Any], last: bool) -> Tensor | None:
+        """The loss, or None if there is no such step after all."""
+        try:
+            return self._compiled_step(inputs) if last else self._gather(inputs)
+        except Exception as error:
+            self._turns.after()
+            reason = reasons.of(error)
+            if not reason or self.settings.fullgraph:
+                self.ddp._replica.forward_failed(error)
+                raise
+            self._fall_back(reason)
+            return None
+
+    def _drop_grads(self) -> None:
+        for param in self._binding.params:
+            param.grad = None
+
+    # -- compiled -----------------------------------------------------------------------------
+
+    def _compiled_step(self, inputs: Sequence[Any]) -> Tensor:
+        binding = self._binding
+        binding.settle()
+        assert binding.layout is not None
+        loss: Tensor
+        loss, self.grad_norm, kept, used = self._run(
+            binding.whole(self._compile),
+            self._wire.buffers() if binding.layout.launches else [],
+            self.ddp._number,
+            binding.held(),
+            [found.state for found in binding.classes],
+            binding.numbers(),
+            *inputs,
+        )
+        self._turns.after()
+        self.ddp._post_forward(loss)
+        self._wire.tell()
+        self._conclude(kept, used)
+        return loss
+
+    def _gather(self, inputs: Sequence[Any]) -> Tensor:
+        binding = self._binding
+        binding.settle()
+        loss: Tensor
+        loss, grads = self._run(binding.gathering(self._compile), *inputs)
+        self.ddp._post_forward(loss)
+        count = len(self._wire.handed.reducer.params)
+        self._wire.handed.gather(grads[:count])
+        for param, grad in zip(binding.params[count:], grads[count:], strict=True):
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+        return loss
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        settings = self.settings
+        options = None
+        if settings.backend == "inductor":
+            options = torch_private_step.inductor_options(settings.options)
+        return torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=settings.dynamic,
+            backend=settings.backend,
+            options=options,
+        )
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.ddp._in_step = True
+        try:
+            with self._keep_hooks(), torch.no_grad(), self._tracing:
+                return function(*arguments)
+        finally:
+            self.ddp._in_step = False
+
+    def _keep_hooks(self) -> contextlib.AbstractContextManager[object]:
+        """Backward hooks of modules are called by the graph."""
+        hooked = any(m._backward_hooks or m._backward_pre_hooks for m in self._modules)
+        return keep_hooks(self.ddp.module) if hooked else contextlib.nullcontext()
+
+    # -- behind the graph ---------------------------------------------------------------------
+
+    def _conclude(self, kept: Sequence[Tensor | None], used: Sequence[bool]) -> None:
+        """What the graph did not do: parameters that only other ranks reached, counts of steps."""
+        for param, grad in zip(self._binding.params, kept, strict=False):
+            if grad is not None:
+                param.grad = grad
+        if self._binding.unfit:
+            self._step_eagerly()
+        else:
+            updates.count_step(self._binding.classes, used)
+            torch_private_step.note_step(self.optimizer)
+            if not all(used):
+                self._step_unused(used)
+        if not self.settings.keep_grads:
+            self._drop_grads()
+
+    def _step_unused(self, used: Sequence[bool]) -> None:
+        params = self._binding.params
+        updates.forget_unused(self.optimizer, self._binding.classes, params, used)
+        missed = (p for p, own in zip(params, used, strict=True) if not own)
+        rest = [p for p in missed if p.grad is not None]
+        if not rest:
+            return
+        if self.settings.max_norm is not None and self.grad_norm is not None:
+            factor = updates.clip_factor(self.grad_norm, self.settings.max_norm)
+            torch._foreach_mul_([p.grad for p in rest if p.grad is not None], factor)
+        updates.step_only(self.optimizer, rest)
+
+    # -- eager --------------------------------------------------------------------------------
+
+    def _eager_step(self, inputs: Sequence[Any], last: bool) -> Tensor:
+        self._turns.after()
+        try:
+            with program.casting(self.ddp.device_type, self.settings.autocast):
+                loss = self._loss_fn(self.ddp.module, *inputs)
+        except BaseException as error:
+            self.ddp._replica.forward_failed(error)
+            raise
+        self.ddp._post_forward(loss)
+        loss.backward()
+        if last:
+            self._binding.look()
+            self._step_eagerly()
+            if not self.settings.keep_grads:
+                self._drop_grads()
+        return loss.detach()
+
+    def _step_eagerly(self) -> None:
+        if self.settings.max_norm is not None:
+            self.grad_norm = nn.utils.clip_grad_norm_(self._binding.params, self.settings.max_norm)
+        self.optimizer.step()
+
+    def _fall_back(self, reason: str) -> None:
+        rank = self.ddp._replica.group.rank()
+        if self.settings.fullgraph:
+            raise ModuleArgumentError(
+                f"rank {rank}: train_step(fullgraph=True): {reason}. The other ranks are told so "
+                "in their step.",
+                "Leave fullgraph out to do such steps in eager mode.",
+            )
+        self.reason = reason
+        self._tell("steps are done in eager mode", reason)
+
+    def _tell(self, what: str, reason: str) -> None:
+        rank = self.ddp._replica.group.rank()
+        log.warning("rank %d: train_step: %s: %s", rank, what, reason)

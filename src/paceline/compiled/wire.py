@@ -1,0 +1,184 @@
+"""Wire: what a graph does with a wrapper's reducer, and the operators by which it does so.
+
+Gradients are given to the reducer, which copies them into its buckets and sends off those that are
+complete; then all is waited for. So the collectives of a compiled step are those of an eager one:
+weights, Join, communication hooks, unused parameters and failures that other ranks are told of need
+no second implementation (``_reducer/handed.py``).
+
+A graph is the same on every rank and in every process: nothing of this rank is a constant in it.
+Which wrapper is meant is a number in a tensor, ``wire``, that the graph is given when it is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .._reducer import Handed, Pass
+from ..ddp import DistributedDataParallel, Replica, wrapper_numbered
+from ..errors import ModuleStateError
+
+library = torch.library.Library("paceline", "FRAGMENT")
+_wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()
+
+
+class Wire:
+    """One rank's wrapper, as a graph reaches it."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.done: Pass | None = None  # the pass of the graph that runs, when all is averaged
+        self.first: Callable[[], None] = _nothing  # called before anything is sent
+        self._gathered: dict[int, Tensor] = {}  # gradients of a pass that is not averaged
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The wrapper."""
+        ddp = self._ddp()
+        assert ddp is not None, "a graph is called with a wrapper"
+        return ddp
+
+    @property
+    def replica(self) -> Replica:
+        """What it wraps."""
+        return self.ddp._replica
+
+    @property
+    def handed(self) -> Handed:
+        """The reducer of now: another one comes when parameters are frozen."""
+        return Handed(self.replica.reducer)
+
+    def buffers(self) -> list[Tensor]:
+        """The memory of the buckets."""
+        return [bucket.buffer for bucket in self.handed.buckets]
+
+    # -- a step that is one graph -------------------------------------------------------------
+
+    def launch(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Hand gradients over."""
+        self.first()
+        self.handed.take(numbers, grads)
+
+    def settle(self, given: Sequence[Tensor]) -> None:
+        """Wait for the averages, and see to it that ``given`` holds them."""
+        self.first()
+        self.done = self.handed.finish()
+        _fill(given, self.buffers())
+
+    def tell(self) -> None:
+        """The graph has ended: whoever waits for the end of a pass may act."""
+        done, self.done = self.done, None
+        if done is not None:
+            self.handed.tell(done)
+
+    # -- a wrapper whose forward and backward are a graph each --------------------------------
+
+    def before_forward(self, given: Sequence[Tensor], alone: bool) -> None:
+        """What the wrapper does around a forward; ``given`` holds the module's buffers then."""
+        if alone and not self.replica.reducer.alone:
+            raise ModuleStateError(
+                "A wrapper was compiled while it averaged nothing, and now it has a weight or a "
+                "hook: the graph knows of neither.",
+                "Enter ddp.weight() around the first call too, or call torch.compiler.reset().",
+            )
+        self._gathered = {}  # of a backward pass that failed
+        self.ddp._pre_forward()
+        self.ddp._post_forward(None)
+        _fill(given, [self.ddp._beat, *self.ddp.module.buffers()])
+
+    def hand_over(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Hand gradients over, to be averaged in this pass or in a later one."""
+        if self.replica._averages_now():
+            self.handed.take(numbers, grads)
+        else:
+            self._gathered.update(zip(numbers, [grad.clone() for grad in grads], strict=True))
+
+    def average(self) -> None:
+        """Every gradient has been handed over: wait for the averages."""
+        if self.replica._averages_now():
+            handed = self.handed
+            handed.tell(handed.finish())
+        else:
+            gathered, self._gathered = self._gathered, {}
+            self.handed.gather([gathered.get(n) for n in range(len(self.handed.reducer.params))])
+
+
+def wire_of(ddp: DistributedDataParallel) -> Wire:
+    """The wire of a wrapper; there is one."""
+    if ddp not in _wires:
+        _wires[ddp] = Wire(ddp)
+    return _wires[ddp]
+
+
+def wire_numbered(wire: Tensor) -> Wire:
+    """The same, by the number that a graph is given."""
+    return wire_of(wrapper_numbered(wire))
+
+
+def _fill(given: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    """Copy ``own`` where a backend works on copies instead of what it was given."""
+    for copy, original in zip(given, own, strict=True):
+        if copy.data_ptr() != original.data_ptr():
+            copy.copy_(original)
+
+
+def _launch(grads: Sequence[Tensor], numbers: Sequence[int], wire: Tensor) -> Tensor:
+    wire_numbered(wire).launch(numbers, grads)
+    return torch.empty((), dtype=torch.int64)
+
+
+def _settle(buffers: Sequence[Tensor], _tickets: Sequence[Tensor], wire: Tensor) -> None:
+    wire_numbered(wire).settle(buffers)
+
+
+def _before_forward(buffers: Sequence[Tensor], trains: bool, alone: bool, wire: Tensor) -> None:
+    with torch.set_grad_enabled(trains):
+        wire_numbered(wire).before_forward(buffers, alone)
+
+
+def _hand_over(grads: Sequence[Tensor], numbers: Sequence[int], wire: Tensor) -> Tensor:
+    wire_numbered(wire).hand_over(numbers, grads)
+    return torch.zeros(())
+
+
+def _average(_tickets: Tensor, wire: Tensor) -> Tensor:
+    wire_numbered(wire).average()
+    return torch.zeros(())
+
+
+def _a_ticket(*_: object) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _a_number(*_: object) -> Tensor:
+    return torch.empty(())
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+# ``launch`` and ``hand_over`` write to the buckets too, and the compiler is not told: nothing in a
+# graph reads them before ``settle``, which waits for every ticket and is what the compiler knows
+# as the writer, or before ``average``, behind which there is nothing.
+_GIVE = "(Tensor[] grads, int[] numbers, Tensor wire) -> Tensor"
+_OPERATORS: tuple[tuple[str, str, Callable[..., object], Callable[..., object]], ...] = (
+    ("launch", _GIVE, _launch, _a_ticket),
+    ("settle", "(Tensor(a!)[] buffers, Tensor[] tickets, Tensor wire) -> ()", _settle, _nothing),
+    (
+        "before_forward",
+        "(Tensor(a!)[] buffers, bool trains, bool alone, Tensor wire) -> ()",
+        _before_forward,
+        _nothing,
+    ),
+    ("hand_over", _GIVE, _hand_over, _a_number),
+    ("average", "(Tensor tickets, Tensor wire) -> Tensor", _average, _a_number),
+)
+for _name, _schema, _kernel, _fake in _OPERATORS:
+    library.define(_name + _schema)
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"paceline::{_name}", _fake, lib=library)
