@@ -22,7 +22,7 @@ from .work import Together, Watcher, Work, Wrapped
 
 _TAG = 0x70616366  # of the messages
 _FEW = 64 * 1024  # bytes: so many are gathered, which costs one work instead of two
-_MANY = 32 * 1024 * 1024  # more would take too much memory beside them
+_MANY = 16 * 1024 * 1024  # more would take too much memory beside them
 
 
 class Pair:
