@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from paceline import DistributedDataParallel
-from paceline._reducer import reducer
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import batch, grads_of, mean_grads, mlp, seeded, watch
@@ -111,12 +111,9 @@ def test_models_of_any_size_train_as_one_process_does_on_all_data(
 
 
 @pytest.mark.parametrize("ranks", [3, 10, 11])
-def test_a_group_without_an_average_of_its_own_gives_exactly_what_torch_gives(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reducer, "_NATIVE_AVERAGE", frozenset())
-
+def test_a_group_without_an_average_of_its_own_gives_exactly_what_torch_gives(ranks: int) -> None:
     def one_rank(group: Group) -> None:
+        group._engine.capabilities = replace(group.capabilities, averages=False)
         model = nn.Linear(8, 1, bias=False)
         ddp = DistributedDataParallel(model, process_group=group)
         x = batch(group.rank(), shape=(1, 8))

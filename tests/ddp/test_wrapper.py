@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -577,3 +579,16 @@ def test_after_a_backward_that_raised_all_ranks_can_go_on(step: int) -> None:
 
     expected = mean_grads(seeded(mlp), 3, backward)
     run_ranks(3, one_rank)
+
+
+def test_a_wrapper_that_is_no_longer_used_leaves_nothing_behind() -> None:
+    def one_rank(group: Group) -> list[weakref.ref[object]]:
+        model = mlp()
+        ddp = DistributedDataParallel(model, process_group=group)
+        for _ in range(2):
+            ddp(batch(group.rank())).sum().backward()
+        return [weakref.ref(ddp), weakref.ref(model), weakref.ref(ddp._replica.reducer)]
+
+    held = [reference for rank in run_ranks(2, one_rank) for reference in rank]
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 6

@@ -168,6 +168,7 @@ def _train_with_power(meeting: Meeting) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch's hook asks for a GPU wherever there is one"
 )

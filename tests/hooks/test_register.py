@@ -13,7 +13,7 @@ from torch.distributed.algorithms import ddp_comm_hooks
 
 import paceline
 from paceline import DistributedDataParallel as DDP
-from paceline import hooks
+from paceline import groups, hooks
 from paceline.ddp import _MixedPrecision
 from paceline.groups import Group
 from paceline.testing import run_ranks
@@ -61,7 +61,7 @@ def test_none_stands_for_the_current_group() -> None:
 
 def test_none_without_any_group_says_so() -> None:
     with pytest.raises(ValueError, match="process group"):
-        hooks.average.group_of(None)
+        groups.group_or_default(None)
 
 
 PAIRS = {

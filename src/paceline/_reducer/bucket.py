@@ -70,7 +70,7 @@ class Bucket:
         mine = [local(p) for p in params]
         dtype = dtype or mine[0].dtype
         sizes = [p.numel() for p in mine]
-        buffer = _memory(group, sum(sizes) + extra, dtype, mine[0].device)
+        buffer = group.allocate(sum(sizes) + extra, dtype, mine[0].device)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         views = tuple(view_for(buffer, at, p) for at, p in zip(starts, params, strict=True))
         grads = tuple(like(v, p) for v, p in zip(views, params, strict=True))
@@ -294,12 +294,6 @@ class GradBucket:
 
     def __repr__(self) -> str:
         return f"GradBucket({self.index()}, {self._buffer.numel()} x {self._buffer.dtype})"
-
-
-def _memory(group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu" and group.capabilities.in_place_memory:
-        return group.allocate(numel, dtype)
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _copy(views: list[Tensor], fresh: list[Tensor], scale: float) -> None:

@@ -38,7 +38,7 @@ class Handed:
         if reducer.hook is not None or reducer.layout.narrow:  # the first pass agrees on more
             reducer.layout.follow(order)
         else:
-            reducer._make_plan(order, None)
+            reducer.make_plan(order, None)
         reducer.settle_plan()
 
     @property
@@ -46,27 +46,37 @@ class Handed:
         """Where averages will be."""
         return self.reducer.layout.buckets
 
+    def begin(self) -> None:
+        """Enter a pass that ends with the backward pass around the graph.
+
+        Parameters that the graph used are visited then, mostly with no gradient. One that does get
+        a gradient there comes late, and the end of the pass deals with it.
+        """
+        reducer = self.reducer
+        if reducer.latest is None and _in_backward():
+            reducer.end_with_backward()
+            reducer.enter(Role.ACTIVE).ending = _nothing  # hooks of parameters have no part in it
+
     def take(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Copy these gradients, and send off the buckets that are complete."""
         reducer = self.reducer
-        running = reducer.latest or reducer._enter(Role.ACTIVE)
+        running = reducer.latest or reducer.enter(Role.ACTIVE)
         by_bucket: dict[int, list[int]] = {}
         place = reducer.layout.place
         with torch.no_grad():
             for number, grad in zip(numbers, grads, strict=True):
-                self._give(number, grad)
                 index, slot = place[number]
-                by_bucket.setdefault(index, []).append(slot)
+                if self._is_late(index, slot):  # the end deals with it
+                    self._keep(number, grad)
+                else:
+                    self._give(number, grad)
+                    by_bucket.setdefault(index, []).append(slot)
             for index, slots in by_bucket.items():
-                bucket = self.buckets[index]
-                if bucket.phase is Phase.FILLING:
-                    reducer._take(bucket, slots)
-                else:  # they are late, and the end deals with them
-                    self._keep(bucket, slots)
+                reducer.take(self.buckets[index], slots)
             running.touched.update(numbers)
-            if reducer._learning:
+            if reducer.learning:
                 running.arrival.extend(numbers)
-            reducer._advance()
+            reducer.advance()
 
     def _give(self, number: int, grad: Tensor) -> None:
         """Let ``.grad`` be what is to be averaged: what was gathered before counts too."""
@@ -77,10 +87,13 @@ class Handed:
             grad = param.grad.add_(grad)
         param.grad = grad
 
-    def _keep(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        for slot in slots:
-            grad = bucket.params[slot].grad
-            bucket.params[slot].grad = None if grad is None else grad.clone()
+    def _is_late(self, index: int, slot: int) -> bool:
+        bucket = self.buckets[index]
+        return bucket.phase is not Phase.FILLING or slot in bucket.taken
+
+    def _keep(self, number: int, grad: Tensor) -> None:
+        param = self.reducer.params[number]
+        param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
 
     def finish(self) -> Pass:
         """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them.
@@ -90,7 +103,7 @@ class Handed:
         """
         reducer = self.reducer
         reducer.handed_task = torch._C._current_graph_task_id()
-        running = reducer.latest or reducer._enter(Role.ACTIVE)
+        running = reducer.latest or reducer.enter(Role.ACTIVE)
         callbacks, reducer.after_pass = reducer.after_pass, []
         try:
             with torch.no_grad():
@@ -108,11 +121,21 @@ class Handed:
         """Add gradients, by number, to those that a later pass averages."""
         reducer, ledger = self.reducer, self.reducer.ledger
         reducer.handed_task = torch._C._current_graph_task_id()
-        weighs = ledger.weighs
-        if weighs:
+        weighs, later = ledger.weighs, _in_backward()
+        if later:
+            reducer.end_with_backward(keeps=True)
+        if weighs and not ledger.open:
             ledger.begin(reducer.params)
         for param, grad in zip(reducer.params, grads, strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
-        if weighs:
+        if weighs and not later:
             ledger.end(reducer.params)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _nothing() -> None:
+    """No reference to the end of a backward pass."""

@@ -3,10 +3,14 @@
 In the first pass every parameter tells of its arrival. Once the order is known, only large
 parameters and the last one of each bucket set something in motion (``plan.py``), and the others
 just leave a note: there are many of them, so what they do is short.
+
+A hook hangs on a parameter where Python's collector does not see it. So it knows its reducer by a
+weak reference: a strong one would keep reducer, parameters and group alive for ever.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -66,10 +70,11 @@ class Listeners:
             self._handles.append(param.register_post_accumulate_grad_hook(listener))
 
     def _learner(self, number: int) -> Listener:
-        reducer, large = self._reducer, self._reducer.layout.is_large(number)
+        reference, large = weakref.ref(self._reducer), self._reducer.layout.is_large(number)
 
         def arrived(_param: Tensor) -> None:
-            if reducer.begin():
+            reducer = reference()
+            if reducer is not None and reducer.begin():
                 reducer.note_arrival(number)
                 if large:
                     reducer.take_at_once(number)
@@ -77,9 +82,12 @@ class Listeners:
         return arrived
 
     def _noter(self, number: int) -> Listener:
-        reducer = self._reducer
+        reference = weakref.ref(self._reducer)
 
         def arrived(_param: Tensor) -> None:
+            reducer = reference()
+            if reducer is None:
+                return
             running = reducer.latest
             if running is None or running.ending() is None:
                 if not reducer.begin():
@@ -90,10 +98,11 @@ class Listeners:
         return arrived
 
     def _actor(self, number: int, bucket: int, slot: int, times: int, completes: bool) -> Listener:
-        reducer, large = self._reducer, self._reducer.layout.is_large(number)
+        reference, large = weakref.ref(self._reducer), self._reducer.layout.is_large(number)
 
         def arrived(_param: Tensor) -> None:
-            if not reducer.begin():
+            reducer = reference()
+            if reducer is None or not reducer.begin():
                 return
             running = reducer.running
             running.touched.add(number)

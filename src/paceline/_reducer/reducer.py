@@ -37,6 +37,7 @@ from ..groups import FINISHED, Group, ReduceOp
 from ..policies import Reduction
 from . import header
 from .bucket import Bucket, Hook, Phase
+from .diary import Diary
 from .header import Header, Mailbox, Said
 from .layout import Layout, agreed_order
 from .listeners import Listeners
@@ -45,8 +46,6 @@ from .shards import ShardedGradients
 from .tensors import local
 from .unused import Picture
 from .weights import Ledger
-
-_NATIVE_AVERAGE = frozenset({"shm", "nccl", "threads", "fake", "hybrid"})
 
 
 class Reducer:
@@ -69,6 +68,7 @@ class Reducer:
         self.picture = Picture(names)
         self.ledger = Ledger()
         self.listeners = Listeners(self)
+        self.diary = Diary(group, _weakly(self.names_in))
         self.hook: Hook | None = None
         self.by_active = False  # a plain mean is one over the ranks that are active
         self.told: Header | None = None  # what the ranks said in the last pass
@@ -85,7 +85,7 @@ class Reducer:
         self._task = -1  # torch's number of it
         self.handed_task = -1  # of one whose gradients a graph has handed over (handed.py)
         self._kept_here = False  # gradients came that are not to be averaged yet
-        self._learning = False
+        self.learning = False
         self._retired = False
         self.prompt = True  # all calls of a pass are made in one order, before anything is awaited
         if not self.alone:
@@ -114,10 +114,16 @@ class Reducer:
         """Whether the results can be read without stopping a device."""
         return bool(self.params) and self.params[0].device.type == "cpu"
 
+    def names_in(self, bucket: int) -> list[str]:
+        """The parameters of a bucket."""
+        buckets = self.layout.buckets
+        found = buckets[bucket].numbers if 0 <= bucket < len(buckets) else ()
+        return [self.names[number] for number in found]
+
     # -- what the listeners tell --------------------------------------------------------------
 
     def _learn(self) -> None:
-        self._learning = True
+        self.learning = True
         self.listeners.learn()
 
     def note_arrival(self, number: int) -> None:
@@ -141,16 +147,16 @@ class Reducer:
             bucket, slot = self.layout.buckets[place[0]], place[1]
             if bucket.phase is Phase.FILLING and slot not in bucket.taken:
                 with torch.no_grad():
-                    self._take(bucket, [slot])
+                    self.take(bucket, [slot])
 
     def act(self, index: int, slot: int | None, *, completes: bool) -> None:
         """Take a large gradient, if ``slot`` says so, and send off what is complete now."""
         bucket = self.layout.buckets[index]
         with torch.no_grad():
             if slot is not None and bucket.phase is Phase.FILLING:
-                self._take(bucket, [slot])
+                self.take(bucket, [slot])
             if completes:
-                self._advance()
+                self.advance()
 
     def watch(self, output: Tensor) -> None:
         """Be told when a backward pass comes to ``output``, before it comes to any parameter."""
@@ -175,7 +181,21 @@ class Reducer:
         ending = _Ending(self)
         self._task = torch._C._current_graph_task_id()
         self._ending = weakref.ref(ending)
+        self.diary.backward_begins()
         Variable._execution_engine.queue_callback(ending)
+
+    def end_with_backward(self, *, keeps: bool = False) -> None:
+        """Finish the pass of a graph when the backward pass around it ends, not before.
+
+        Gradients may still come to parameters from outside the graph. ``keeps``: those of this pass
+        are not averaged yet.
+        """
+        self.handed_task = torch._C._current_graph_task_id()
+        self._kept_here = self._kept_here or keeps
+        if self._ending() is None:
+            if self.ledger.open:  # of a backward pass that failed
+                self.ledger.cancel(self.params)
+            self._await_end()
 
     def retire(self) -> None:
         """Never average again; another reducer may take the parameters over."""
@@ -200,7 +220,7 @@ class Reducer:
         self.make_good()
         if self._ending() is None:
             self._await_end()
-        self._enter(Role.ACTIVE).ending = self._ending
+        self.enter(Role.ACTIVE).ending = self._ending
         return True
 
     def end_of_backward(self) -> None:
@@ -209,10 +229,13 @@ class Reducer:
         kept_here, self._kept_here = self._kept_here, False
         if self.latest is not None:
             self.finish()
-        elif self.ledger.open and kept_here:
+            return
+        if self.ledger.open and kept_here:
             self.ledger.end(self.params)
         elif self.ledger.open:
             self.ledger.cancel(self.params)
+        if kept_here:
+            self.diary.ends()
 
     def _in_pass(self) -> bool:
         return self.latest is not None and self.latest.ending() is not None
@@ -223,9 +246,12 @@ class Reducer:
             with contextlib.suppress(PacelineError):
                 self.stand_in(trouble="its backward pass failed halfway")
 
-    def _enter(self, role: Role) -> Pass:
+    def enter(self, role: Role) -> Pass:
+        """Begin a pass in which this rank has that part."""
         self.settle_plan()
-        if self._learning and (self.hook is not None or self.layout.narrow):
+        if self._ending() is None:
+            self.diary.backward_begins()
+        if self.learning and (self.hook is not None or self.layout.narrow):
             self._agree_on_unit()
         if self.ledger.weighs and not self.ledger.open:
             self.ledger.begin(self.params)
@@ -247,7 +273,7 @@ class Reducer:
     @property
     def _native(self) -> bool:
         """Whether the group divides by the number of ranks."""
-        return self.group.backend in _NATIVE_AVERAGE and self.group.size() > 1
+        return self.group.capabilities.averages and self.group.size() > 1
 
     @property
     def _scale(self) -> float:
@@ -264,20 +290,22 @@ class Reducer:
         """Where every core computes, a thread that moves buckets along would only take one away."""
         return self.group.backend == "shm" and self.group.size() >= (os.cpu_count() or 1)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Send off full buckets whose turn it is, except the last one."""
         running, buckets = self.running, self.layout.buckets
         while running.next < len(buckets) - 1 and self._is_full(buckets[running.next]):
             self._launch(buckets[running.next])
         if running.next:
             self.group.progress()
+            self.diary.looks(buckets)
 
     def _is_full(self, bucket: Bucket) -> bool:
         touched = self.running.touched
         missing = [number for number in bucket.numbers if number not in touched]
         return not missing or (self.on_cpu and self.picture.unused.issuperset(missing))
 
-    def _take(self, bucket: Bucket, slots: Sequence[int]) -> None:
+    def take(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Move these gradients in, weighed if they are to be."""
         if self.ledger.open and self.running.role is not Role.STANDING_IN:
             for slot in slots:
                 self.ledger.fold(bucket.numbers[slot], bucket.params[slot])
@@ -290,11 +318,13 @@ class Reducer:
             number = bucket.numbers[slot]
             if number not in running.touched and bucket.params[slot].grad is not None:
                 running.idle.add(number)
-        self._take(bucket, slots)
+        self.take(bucket, slots)
 
     def _launch(self, bucket: Bucket) -> None:
         running = self.running
+        self.diary.fills(bucket)
         self._take_rest(bucket)
+        self.diary.launches(bucket)
         running.first_launch = running.first_launch or time.perf_counter_ns()
         if self.hook is None:
             bucket.launch(self.group, average=self._native, quiet=self._quiet)
@@ -303,6 +333,7 @@ class Reducer:
             last = bucket is self.layout.buckets[-1]
             with self._noting_failure():
                 bucket.launch_hook(self.hook, last=last, weight=weight)
+        self.diary.launched()
         running.next += 1
 
     @contextlib.contextmanager
@@ -333,6 +364,7 @@ class Reducer:
             self._give_up(error)
             raise
         finally:
+            self.diary.ends()
             for bucket in self.layout.buckets:
                 bucket.reset()
             self.latest = None
@@ -376,11 +408,11 @@ class Reducer:
         self._launch(buckets[-1])
         for bucket in buckets:
             with self._noting_failure():
-                bucket.wait()
+                self.diary.wait(bucket)
         if not rides and not self.prompt:
             self._write_header(memory)
             work = self.group.start_all_reduce(memory, self._op, quiet=self._quiet)
-        work.wait()
+        self.diary.wait_for(work)
         return self._read_header(memory)
 
     def _look_around(self) -> None:
@@ -407,7 +439,7 @@ class Reducer:
     @property
     def _listens(self) -> bool:
         """Whether all ranks read the header in the pass it belongs to."""
-        return self.on_cpu or self._learning
+        return self.on_cpu or self.learning
 
     def _header_memory(self, last: Bucket) -> tuple[Tensor, bool]:
         size = header.length(self.group.size(), len(self.params))
@@ -509,8 +541,8 @@ class Reducer:
         self.picture.count(told, self.group.size())
         if running.role is not Role.STANDING_IN:
             self.picture.conclude(running.missed, self.policy)
-        if self._learning:
-            self._make_plan(running.arrival, told)
+        if self.learning:
+            self.make_plan(running.arrival, told)
         elif running.late or (told is not None and told.late):
             self._learn()
         elif running.arrival:
@@ -518,7 +550,7 @@ class Reducer:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def _make_plan(self, arrival: Sequence[int], told: Header | None) -> None:
+    def make_plan(self, arrival: Sequence[int], told: Header | None) -> None:
         """Agree on a plan in the order in which gradients arrived on rank 0."""
         if self.layout.rebuilds:
             device = self.params[0].device
@@ -527,7 +559,7 @@ class Reducer:
             self.layout.keep_only(told.present)
         if arrival:  # a rank that had no work listens on, to know its own order
             self.listeners.act_on_few(arrival)
-        self._learning = False
+        self.learning = False
 
     def settle_plan(self) -> bool:
         """Lay the buckets out as planned, if they are not."""
@@ -536,6 +568,8 @@ class Reducer:
     def move_to(self, group: Group) -> None:
         """Go on in another group; every one of its ranks does so at the same time."""
         self.group = group
+        before, self.diary = self.diary, Diary(group, _weakly(self.names_in))
+        self.diary.continue_from(before)
         self.forget_plan()
 
     def forget_plan(self) -> None:
@@ -577,7 +611,7 @@ class Reducer:
             self.ledger.explicit = 0.0
         try:
             with torch.no_grad():
-                self._enter(role)
+                self.enter(role)
                 self.finish()
         finally:
             self.ledger.explicit = explicit
@@ -608,7 +642,7 @@ class Reducer:
         explicit, self.ledger.explicit = self.ledger.explicit, None
         try:
             with torch.no_grad():
-                running = self.latest or self._enter(Role.STANDING_IN)
+                running = self.latest or self.enter(Role.STANDING_IN)
                 running.role, running.trouble = Role.STANDING_IN, trouble
                 self.finish()
         finally:
@@ -616,6 +650,17 @@ class Reducer:
             for param, grad in zip(self.params, () if take else held, strict=not take):
                 param.grad = grad
         return self.told
+
+
+def _weakly(method: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
+    """The same method for one who must not keep its object alive; nothing, once that is gone."""
+    held = weakref.WeakMethod(method)
+
+    def call(argument: int) -> list[str]:
+        living = held()
+        return [] if living is None else living(argument)
+
+    return call
 
 
 def _nothing() -> None:

@@ -138,6 +138,7 @@ class Replica:
         self.reducer = self._new_reducer(old.policy)
         self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
         self.reducer.after_bucket = old.after_bucket
+        self.reducer.diary.continue_from(old.diary)
         self.reducer.after_average = old.after_average
         if old.hook is not None:
             self.reducer.set_hook(old.hook, prompt=old.prompt)
@@ -160,6 +161,7 @@ class Replica:
             self._follow_freezing()
             self.reducer.settle_plan()
             self.times.forward_start = time.perf_counter_ns()
+            self.reducer.diary.forward_begins()
         if self.syncs_buffers and not self.buffers.hooked_after:
             self.sync_buffers()
 
@@ -173,6 +175,7 @@ class Replica:
             self.buffer_sync = self.buffer_sync and self.backward_sync
             return
         self.buffer_sync = self.backward_sync
+        self.reducer.diary.forward_ends()
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
                 self.reducer.watch(tensor)

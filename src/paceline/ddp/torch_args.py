@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _get_device_index
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group
 
 from ..errors import ModuleArgumentError, ModuleStateError
-from ..groups import Group, current_process_group
+from ..groups import Group, group_or_default
 from ..policies import BucketCaps, Reduction
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def choose_group(
             "Cannot specify both process_group and device_mesh arguments.", "Leave one out."
         )
     if device_mesh is None:
-        return process_group or current_process_group() or _get_default_group()
+        return group_or_default(process_group)
     if device_mesh.ndim != 1:
         raise ModuleStateError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: ProcessGroup = device_mesh.get_group(mesh_dim=0)

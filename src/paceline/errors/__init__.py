@@ -59,6 +59,14 @@
     ├── HookRefusedError           a module's hook that a graph cannot honour   (RuntimeError)
     ├── HookResultError            …or that returned what it cannot use         (RuntimeError)
     ├── NotPlannedError            a schedule that cannot be foreseen           (RuntimeError)
+    ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
+    │   ├── LaunchCountError       …as many as were asked for
+    │   └── PortTakenError         …where their port is taken
+    ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
+    ├── RunMissingError            no recorded run at this path                 (FileNotFoundError)
+    ├── DamagedLogError            a rank's log that cannot be read             (ValueError)
+    ├── LogVersionError            …or that another version wrote               (ValueError)
+    ├── IntegrationMissingError    a library that is not installed              (ImportError)
     ├── BucketPhaseError           a bug of ours in the life of a bucket        (RuntimeError)
     └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
 
@@ -67,6 +75,7 @@ The fields hold the facts, so that code need not read prose, and they survive pi
 """
 
 from .base import PacelineError
+from .cli import LaunchCountError, LaunchError, PortTakenError
 from .compiled import HookRefusedError, HookResultError, NotPlannedError
 from .data import SamplerStateError, ShardArgumentError, ShardMismatchError
 from .ddp import (
@@ -105,6 +114,7 @@ from .groups import (
     WaitTimeoutError,
 )
 from .hooks import CodecMismatchError, CodecSettingError, CodecStateError, HookStateError
+from .integrations import IntegrationMissingError
 from .join import (
     EarlyTerminationError,
     InputsExhaustedError,
@@ -126,6 +136,8 @@ from .optim import (
     RoundsStateError,
     UnsupportedParametersError,
 )
+from .recorder import RecorderArgumentError
+from .report import DamagedLogError, LogVersionError, RunMissingError
 
 __all__ = [
     "AveragingArgumentError",
@@ -140,6 +152,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CollectiveTypeError",
     "CommHookError",
+    "DamagedLogError",
     "EarlyTerminationError",
     "EngineUnavailableError",
     "GraphChangedError",
@@ -149,8 +162,12 @@ __all__ = [
     "HookResultError",
     "HookStateError",
     "InputsExhaustedError",
+    "IntegrationMissingError",
     "JoinArgumentError",
     "LateGradientError",
+    "LaunchCountError",
+    "LaunchError",
+    "LogVersionError",
     "MismatchError",
     "ModelMismatchError",
     "ModuleArgumentError",
@@ -171,10 +188,13 @@ __all__ = [
     "PeerFailedError",
     "PeerLeftError",
     "PeerLeftUnjoinedError",
+    "PortTakenError",
     "RanksFailedError",
+    "RecorderArgumentError",
     "RendezvousError",
     "RoundsMismatchError",
     "RoundsStateError",
+    "RunMissingError",
     "SamplerStateError",
     "ShardArgumentError",
     "ShardMismatchError",

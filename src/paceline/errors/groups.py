@@ -126,12 +126,19 @@ class MismatchError(PacelineError, RuntimeError):
     call_a: str
     rank_b: int
     call_b: str
+    line_a: str = ""  # of the user's code, where the recorder knows it
+    line_b: str = ""
+    verdict: str = ""  # what the recorder makes of it
 
     def __str__(self) -> str:
+        at_a = f" at {self.line_a}" if self.line_a else ""
+        at_b = f" at {self.line_b}" if self.line_b else ""
         return (
             f"rank {self.rank}: operation {self.sequence} of the group differs between ranks: "
-            f"rank {self.rank_a} called {self.call_a}, rank {self.rank_b} called {self.call_b}. "
+            f"rank {self.rank_a} called {self.call_a}{at_a}, "
+            f"rank {self.rank_b} called {self.call_b}{at_b}. "
             "Every rank must make the same calls in the same order with matching sizes and dtypes."
+            f"{' ' + self.verdict if self.verdict else ''}"
         )
 
 
@@ -157,9 +164,13 @@ class GroupError(PacelineError, RuntimeError):
     operation: str
     sequence: int
     ranks: Sequence[int]
+    verdict: str = field(default="", kw_only=True)  # the recorder's: who, at which line
 
     def _here(self) -> str:
         return f"rank {self.rank}: {self.operation} (operation {self.sequence} of the group)"
+
+    def _explained(self) -> str:
+        return f"\npaceline: {self.verdict}" if self.verdict else ""
 
 
 @dataclass(eq=False)
@@ -173,7 +184,7 @@ class PeerDiedError(GroupError):
         return (
             f"{self._here()} failed: {ranks_named(self.ranks)} died{by}. "
             "The group is over on all ranks; look at the output of the dead process, "
-            "and make a new group of the survivors with Group.reconfigure."
+            f"and make a new group of the survivors with Group.reconfigure.{self._explained()}"
         )
 
 
@@ -188,6 +199,7 @@ class PeerLeftError(GroupError):
         return (
             f"{self._here()} failed: {ranks_named(self.ranks)} {did}. "
             "The group is over; ranks that still have work must not outlast the others."
+            f"{self._explained()}"
         )
 
 
@@ -211,6 +223,7 @@ class CollectiveTimeoutError(GroupError, TimeoutError):
         return (
             f"{self._here()}: {what}.{seen} {after} "
             "If the rank is only slow, give the call or the group a longer timeout."
+            f"{self._explained()}"
         )
 
 

@@ -26,6 +26,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
 
 from ..errors import CollectiveArgumentError, GroupClosedError
+from ..recorder import events
+from ..recorder.events import now
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
@@ -76,6 +78,7 @@ class Collectives(ProcessGroup):
         self.traffic = Traffic(size)
         self._watcher = Watcher("paceline-group-futures")
         self._coalescing: list[TorchWork] | None = None
+        self.board: events.Board | None = None  # where calls are recorded
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -444,18 +447,44 @@ class Collectives(ProcessGroup):
         if reduction == "premul_sum":
             call.reduction, call.factor = "sum", factor_of(op)
         self._checker.check(call)
-        self.traffic.note(kind, call.nbytes)
+        nbytes = call.nbytes
+        self.traffic.note(kind, nbytes)
         finisher = make_dense(call, self._rank)
         if self._hooks or finisher is not None:
             return self._observed(call, async_op, finisher)
         if call.factor is not None:
             scale(call, call.factor)
+        entry = None if self.board is None else self.board.begin(call, nbytes)
         if async_op:
-            return self._collected(self._engine.start(call))
-        self._engine.run(call)
+            return self._collected(self._start(call, entry))
+        self._run(call, entry)
         if kind == "recv":
             return _Received(call.outputs, call.root)
         return FINISHED
+
+    def _run(self, call: Call, entry: events.Entry | None) -> None:
+        try:
+            self._engine.run(call)
+        except BaseException as error:
+            if entry is not None:
+                events.failed(entry, error)
+            raise
+        if entry is not None:
+            entry.finished = now()
+
+    def _start(self, call: Call, entry: events.Entry | None) -> TorchWork:
+        try:
+            work = self._engine.start(call)
+        except BaseException as error:
+            if entry is not None:
+                events.failed(entry, error)
+            raise
+        if entry is not None:
+            tensors = call.inputs or call.outputs
+            entry.follow(work, on_device=bool(tensors) and not tensors[0].is_cpu)
+            if isinstance(work, Work):
+                work.entry = entry
+        return work
 
     def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
         """The same with something to do around it."""
@@ -466,6 +495,7 @@ class Collectives(ProcessGroup):
         wanted = call.outputs
         if call.factor is not None:
             scale(call, call.factor)
+        entry = None if self.board is None else self.board.begin(call, call.nbytes)
 
         def end(error: BaseException | None) -> None:
             if finisher is not None:
@@ -478,14 +508,14 @@ class Collectives(ProcessGroup):
 
         if async_op:
             try:
-                work = Wrapped(self._engine.start(call), wanted, self._watcher)
+                work = Wrapped(self._start(call, entry), wanted, self._watcher)
             except BaseException as error:
                 end(error)
                 raise
             work.finally_do(end)
             return self._collected(work)
         try:
-            self._engine.run(call)
+            self._run(call, entry)
         except BaseException as error:
             end(error)
             raise

@@ -86,6 +86,7 @@ class Capabilities:
     abortable: bool  # abort() frees ranks that wait
     names_dead_ranks: bool  # a dead peer is noticed at once and named
     checks_agreement: bool  # differing calls of two ranks are an error that names both
+    averages: bool = False  # it divides by the number of ranks while it adds
     max_ranks: int | None = None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _current_process_group, _set_process_group
 from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.rendezvous import rendezvous
 
 from .._transport import prove_hosts, unavailable
@@ -117,6 +118,8 @@ def new_group(
     group = factory(corner, members.index(rank), len(members), timeout, device, **options)
     if ranks is not None and isinstance(group, Group):
         group._members = tuple(members)
+        if group.board is not None:
+            group.board.members = group.members
     return group  # type: ignore[return-value]
 
 
@@ -271,9 +274,17 @@ def _open_auto(
 def choose_backend(
     store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
 ) -> str:
-    """What ``auto`` takes for these ranks; all of them call it and get the same answer."""
+    """What ``auto`` takes for these ranks; all of them call it and get the same answer.
+
+    ``PACELINE_BACKEND``, which ``paceline run --backend`` sets, settles it for all ranks.
+    """
+    asked = os.environ.get("PACELINE_BACKEND", "auto")
+    if asked not in ("auto", "gloo", "hybrid", "nccl", "shm"):
+        raise UnknownBackendError(asked, known=["auto", "gloo", "hybrid", "nccl", "shm"])
     if device.type == "cuda":
-        return "nccl"
+        return "gloo" if asked == "gloo" else "nccl"
+    if asked in ("gloo", "hybrid", "shm"):
+        return asked
     hosts = prove_hosts(PrefixStore("hosts", store), rank, size, timeout, unavailable())
     if hosts.unable:
         return "gloo"
@@ -342,6 +353,11 @@ def _nccl_reason() -> str:
 def current_process_group() -> ProcessGroup:
     """The current thread's group, as :func:`process_group` set it; torch's own call agrees."""
     return _current_process_group()
+
+
+def group_or_default(process_group: ProcessGroup | None) -> ProcessGroup:
+    """The given group, else the current thread's, else torch's default."""
+    return process_group or current_process_group() or _get_default_group()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class FakeEngine:
             abortable=True,
             names_dead_ranks=False,
             checks_agreement=False,
+            averages=True,
         )
 
     def run(self, call: Call) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -29,6 +30,7 @@ from typing_extensions import Self
 
 from .._transport import Clock
 from ..errors import CollectiveArgumentError, MonitoredBarrierError, UnsupportedError
+from ..recorder import events
 from . import objects, torch_world
 from .checks import Checker
 from .collectives import Collectives, Hooks, Timeout
@@ -53,6 +55,7 @@ class Group(Collectives):
         store: Store | None = None,
         reopen: Reopen | None = None,
         members: Sequence[int] | None = None,
+        wrapped: ProcessGroup | None = None,
     ) -> None:
         super().__init__(engine, rank, size, timeout.total_seconds())
         self.device = device
@@ -65,6 +68,22 @@ class Group(Collectives):
         self._group_name = self._group_desc = ""
         if isinstance(engine, TorchEngine):
             engine.lend_to(self)
+        self._open_board(wrapped)
+
+    def _open_board(self, wrapped: ProcessGroup | None = None) -> None:
+        """Let calls be recorded; all wrappers of one torch group write to the same board."""
+        held = weakref.ref(self if wrapped is None else wrapped)
+        self.board = events.open_board(
+            self if wrapped is None else wrapped,
+            self._rank,
+            self._size,
+            shared=wrapped is not None,
+            members=self._members,
+            backend=self.backend,
+            store=lambda: _store_of(held()),
+            traffic=self.traffic,
+            agrees=self.capabilities.checks_agreement,
+        )
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -188,14 +207,23 @@ class Group(Collectives):
 
     # -- memory and progress ------------------------------------------------------------------
 
-    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """A flat tensor with arbitrary contents in the memory the engine likes best.
 
         On shm all ranks reduce such tensors where they lie, without a copy. It may be used like any
-        tensor, also after the group is gone.
+        tensor, also after the group is gone. On a ``device`` where the engine has no memory of its
+        own, it is an ordinary one.
         """
         self._alive("allocate")
-        return self._engine.allocate(numel, dtype)
+        own = self.capabilities.in_place_memory and device is not None and device.type == "cpu"
+        if device is None or own:
+            return self._engine.allocate(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def progress(self) -> None:
         """Move started collectives along, without waiting, where the engine leaves it to us."""
@@ -313,6 +341,9 @@ class Group(Collectives):
         self._rank, self._size, self._store, self._closed = rank, len(new), store, ""
         self.traffic.resize(len(new))
         self._checker = Checker(rank, len(new), self._engine)
+        if self.board is not None:
+            self.board.close()
+        self._open_board()
         return self
 
     @classmethod
@@ -328,7 +359,9 @@ class Group(Collectives):
             backend = inner._get_backend(device)
             name, timeout = backend.name(), backend.options._timeout
         engine = TorchEngine(inner, name, device)
-        return cls(engine, inner.rank(), inner.size(), timeout=timeout, device=device)
+        return cls(
+            engine, inner.rank(), inner.size(), timeout=timeout, device=device, wrapped=inner
+        )
 
     # -- torch's world ------------------------------------------------------------------------
 
@@ -364,6 +397,8 @@ class Group(Collectives):
                 return
             self.unregister()
             self._closed = "shut down"
+        if self.board is not None:
+            self.board.close()
         self._engine.shutdown()
         self._watcher.close()
 
@@ -447,6 +482,14 @@ def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     if ranks and not isinstance(ranks[0], int):
         return [list(part) for part in ranks]  # type: ignore[arg-type]
     return [list(ranks)]  # type: ignore[arg-type]
+
+
+def _store_of(group: ProcessGroup | None) -> Store | None:
+    """Where the ranks of a group met, if it lives and says so."""
+    try:
+        return None if group is None else group.get_group_store()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

@@ -118,6 +118,7 @@ class HybridEngine:
             abortable=True,
             names_dead_ranks=False,
             checks_agreement=True,
+            averages=True,
         )
         self._carry_out: dict[str, Callable[[Call, _Time], None]] = {
             "all_reduce": self._all_reduce,

@@ -65,6 +65,7 @@ class ShmEngine:
             abortable=True,
             names_dead_ranks=True,
             checks_agreement=True,
+            averages=True,
             max_ranks=MAX_RANKS,
         )
 

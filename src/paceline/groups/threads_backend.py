@@ -580,6 +580,7 @@ class ThreadsEngine:
             abortable=True,
             names_dead_ranks=False,
             checks_agreement=True,
+            averages=True,
         )
 
     @classmethod

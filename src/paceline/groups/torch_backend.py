@@ -91,6 +91,7 @@ class TorchEngine:
             abortable=backend == "nccl",
             names_dead_ranks=False,
             checks_agreement=False,
+            averages=backend == "nccl",
         )
 
     def lend_to(self, group: ProcessGroup) -> None:

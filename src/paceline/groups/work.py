@@ -19,6 +19,8 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from ..errors import WaitTimeoutError
+from ..recorder import events
+from ..recorder.events import now
 
 Finisher = Callable[[BaseException | None], object]
 
@@ -32,6 +34,8 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 class Work(TorchWork):
     """A collective that was started. Subclasses say how one waits for it."""
+
+    entry: events.Entry | None = None  # in the recorder
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -72,6 +76,8 @@ class Work(TorchWork):
             try:
                 over = self._block(seconds)
             except BaseException as error:
+                if self.entry is not None:
+                    events.failed(self.entry, error)
                 self._end(error)
             else:
                 if not over:
@@ -85,6 +91,8 @@ class Work(TorchWork):
         with self._lock:
             if self._ended:
                 return
+            if self.entry is not None and not self.entry.finished:
+                self.entry.finished = now()
             self._error = error
             try:
                 for finisher in self._finishers:

@@ -11,30 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
 
-from ..groups import Group, current_process_group
-
-# Engines that divide while they add. Elsewhere it is done beforehand: a sum may not fit 16 bits.
-_AVERAGES = frozenset({"shm", "nccl", "threads", "fake", "hybrid"})
+from ..groups import Group, group_or_default
 
 
 def allreduce_hook(
     process_group: ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket as DDP does without any hook; one to start from."""
-    return mean_later(group_of(process_group), bucket.buffer())
+    return mean_later(group_or_default(process_group), bucket.buffer())
 
 
 allreduce_hook.prompt = True  # type: ignore[attr-defined]  # one collective, in its call
-
-
-def group_of(process_group: ProcessGroup | None) -> ProcessGroup:
-    """The given group, else the current one, else torch's default."""
-    if process_group is not None:
-        return process_group
-    return current_process_group() or _get_default_group()
 
 
 def mean_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
@@ -88,7 +77,8 @@ def one_tensor(value: Any) -> Tensor:
 
 
 def _start(group: ProcessGroup, tensor: Tensor) -> Any:
-    if isinstance(group, Group) and group.backend in _AVERAGES:
+    """Elsewhere it is divided beforehand: a sum may not fit 16 bits."""
+    if isinstance(group, Group) and group.capabilities.averages:
         return _add(group, tensor, ReduceOp.AVG)
     return _add(group, tensor.div_(group.size()), ReduceOp.SUM)
 

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
-from torch.distributed.distributed_c10d import _get_default_group
 
 from .._reducer import GradBucket, local
 from ..errors import CodecMismatchError, CodecSettingError, CodecStateError
-from ..groups import Group, current_process_group
+from ..groups import Group, group_or_default
 from .codecs.codec import Codec, RowCodec
 from .codecs.journey import Journey
 from .codecs.layout import Layout, Piece
@@ -281,7 +280,7 @@ class CodecHook:
     def _connect(self) -> Line:
         """A line to the group as it is now; the wrapper may have moved to another one."""
         given = self._given or getattr(self._ddp(), "process_group", None)
-        given = given or current_process_group() or _get_default_group()
+        given = group_or_default(given)
         if self._line is None or self._line.source is not given or not self._line.current:
             if self._line is not None:
                 self._start_over()

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from .average import group_of, one_tensor, sum_later
+from ..groups import group_or_default
+from .average import one_tensor, sum_later
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -61,7 +62,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 def _average_as(dtype: torch.dtype, process_group: Any, bucket: Any) -> Future[Tensor]:
     # torch's compiled reducer gives a pair, the gradient and its parameter
     buffer = bucket[0] if isinstance(bucket, tuple) else bucket.buffer()
-    group = group_of(process_group)
+    group = group_or_default(process_group)
     if torch.compiler.is_compiling():  # which takes the result itself
         return _average_compiled(dtype, group, buffer)  # type: ignore[return-value]
     small = buffer.div_(group.size()).to(dtype)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..groups import Group
-from .average import done, gather_later, group_of, mean_later
+from ..groups import Group, group_or_default
+from .average import done, gather_later, mean_later
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ def post_localSGD_hook(
     """Average a bucket over all ranks, and after some steps over a few."""
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
-        return mean_later(group_of(state.process_group), bucket.buffer())
+        return mean_later(group_or_default(state.process_group), bucket.buffer())
     if not state.post_local_gradient_allreduce:
         return done(bucket.buffer())
     if state.subgroup is None:
-        group = group_of(state.process_group)
+        group = group_or_default(state.process_group)
         state.subgroup = _on_this_machine(group, bucket.buffer().device)
     return mean_later(state.subgroup, bucket.buffer())
 

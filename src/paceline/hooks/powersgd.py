@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .average import group_of, mean_later, mean_now
+from ..groups import group_or_default
+from .average import mean_later, mean_now
 from .low_rank import Batch, Layout, lay_out, orthonormal, random_columns, widened
 from .powersgd_state import PowerSGDState
 
@@ -25,7 +26,7 @@ def powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with each gradient approximated for itself."""
-    group, buffer = group_of(state.process_group), bucket.buffer()
+    group, buffer = group_or_default(state.process_group), bucket.buffer()
     numbers = state.numbers_of(bucket.parameters())
     if state.averages_plainly or buffer.is_sparse:
         state.maybe_increase_iter(bucket)
@@ -40,7 +41,7 @@ def batched_powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket as one square matrix: quicker, and as a rule much less precise."""
-    group, buffer = group_of(state.process_group), bucket.buffer()
+    group, buffer = group_or_default(state.process_group), bucket.buffer()
     if state.averages_plainly or buffer.is_sparse:
         state.maybe_increase_iter(bucket)
         return mean_later(group, buffer)

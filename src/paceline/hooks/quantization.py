@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from .average import gather_later, group_of, mean_later
+from ..groups import group_or_default
+from .average import gather_later, mean_later
 
 _HEAD = 2  # numbers before the values of a stretch: its step, and the value that stands for zero
 
@@ -31,7 +32,7 @@ def quantization_perchannel_hook(
 
 
 def _average(process_group: ProcessGroup, buffer: Tensor, width: int) -> Future[Tensor]:
-    group = group_of(process_group)
+    group = group_or_default(process_group)
     if buffer.is_sparse or not buffer.numel():
         return mean_later(group, buffer)
     rows = _in_rows(buffer, width or buffer.numel())

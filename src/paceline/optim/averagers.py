@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchAverager
-from torch.distributed.distributed_c10d import _get_default_group
 
 from ..errors import AveragingArgumentError, UnsupportedParametersError
-from ..groups import Group, current_process_group
+from ..groups import Group, group_or_default
 from .exchange import Plain, Standing
 from .pieces import Piece, pack
 
@@ -31,13 +30,6 @@ NOT_NEEDED = (
     "no need to use model averaging: exchanging parameters at every step costs no less than "
     "exchanging gradients, which DistributedDataParallel does while backward still runs."
 )
-
-
-def choose_group(process_group: ProcessGroup | None) -> ProcessGroup:
-    """The given group, else the thread's current one, else torch's default."""
-    if process_group is not None:
-        return process_group
-    return current_process_group() or _get_default_group()
 
 
 def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGroup | None) -> None:
@@ -53,7 +45,7 @@ def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGro
         return
     if tensors[0].device.type != "cpu":
         torch.accelerator.synchronize()  # two NCCL groups must not be at work at a time
-    group = Group.wrap(choose_group(process_group), tensors[0].device)
+    group = Group.wrap(group_or_default(process_group), tensors[0].device)
     pieces = [Piece(part, Plain(group)) for part in pack(tensors)]
     for piece in pieces:
         piece.start(Standing(1.0))
@@ -94,7 +86,7 @@ class ModelAverager(TorchAverager):
     process_group: ProcessGroup
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
-        super().__init__(choose_group(process_group))
+        super().__init__(group_or_default(process_group))
 
 
 class PeriodicModelAverager(ModelAverager):

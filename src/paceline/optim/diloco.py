@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
 
 from ..errors import AveragingArgumentError, AveragingTypeError, RoundsStateError
-from ..groups import Group
-from .averagers import choose_group
+from ..groups import Group, group_or_default
 from .coded import Codec, Coded, check_codec
 from .exchange import Exchange, Plain
 from .fragment import Fragment
@@ -113,7 +112,7 @@ class DiLoCo(Rounds):
         schedule = Schedule(sync_every, fragments, overlap)
         params, buffers = tensors_of(model_or_params)
         _check(params, fragments, mix, codec)
-        chosen = choose_group(process_group)
+        chosen = group_or_default(process_group)
         group = Group.wrap(chosen, numbers(params[0]).device)
         cap = cap_bytes(bucket_cap_mb)
 

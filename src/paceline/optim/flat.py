@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..groups import Group
-
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory without gaps and overlaps."""
@@ -56,13 +54,6 @@ def memory_like(tensor: Tensor, param: Tensor) -> Tensor:
 def shaped_like(flat: Tensor, param: Tensor) -> Tensor:
     """Memory that is ordered as ``param``'s, in its shape."""
     return flat.as_strided(param.shape, strides_of(param), flat.storage_offset())
-
-
-def room_for(group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor with arbitrary contents, in the memory that ``group`` likes best."""
-    if device.type == "cpu" and group.capabilities.in_place_memory:
-        return group.allocate(numel, dtype)
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def lay_out(params: Sequence[Tensor], buffer: Tensor) -> None:

@@ -10,9 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..errors import AveragingArgumentError, AveragingTypeError
-from ..groups import Group
+from ..groups import Group, group_or_default
 from ..policies import MIB
-from .averagers import choose_group
 from .exchange import Largest, Plain
 from .fragment import Fragment
 from .pieces import Piece, numbers, pack
@@ -49,7 +48,7 @@ class LocalSGD(Rounds):
         bucket_cap_mb: float = 25,
     ) -> None:
         params, buffers = tensors_of(model_or_params)
-        chosen = choose_group(process_group)
+        chosen = group_or_default(process_group)
         group = Group.wrap(chosen, numbers(params[0]).device)
         pieces = value_pieces([*params, *buffers], group, cap_bytes(bucket_cap_mb))
         super().__init__(optim, Schedule(sync_every), [Fragment(pieces)], chosen, group)

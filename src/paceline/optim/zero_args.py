@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
 from ..errors import OptimizerArgumentError, OptimizerTypeError
-from ..groups import current_process_group
+from ..groups import group_or_default
 
 # torch has functional forms of these, which is what it wants for steps inside a backward pass.
 _OVERLAPS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "RMSprop", "Rprop", "SGD")
@@ -92,4 +91,4 @@ def choose_group(process_group: ProcessGroup | None, ddp: Any) -> ProcessGroup:
     """The given group, the wrapper's, the current one, torch's default."""
     if process_group is None and ddp is not None:
         process_group = ddp.process_group
-    return process_group or current_process_group() or _get_default_group()
+    return group_or_default(process_group)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..groups import Group
-from .flat import copy_all, is_dense, lay_out, memory_of, room_for
+from .flat import copy_all, is_dense, lay_out, memory_of
 from .shards import Bounds, Slice, cut_slices, length_of, slices_between
 from .zero_pieces import Piece, piece_of
 
@@ -83,7 +83,7 @@ class Laid(Row):
     def _lie_down(self) -> None:
         first = next(iter(self.params.values()))
         room = max(self.length * self.group.size(), self.bounds[-1])
-        self.buffer = room_for(self.group, room, first.dtype, first.device)
+        self.buffer = self.group.allocate(room, first.dtype, first.device)
         self._fill()
 
     def _fill(self) -> None:
@@ -158,7 +158,7 @@ class Staged(Row):
         """The one buffer that all windows use, one after the other; the first is the longest."""
         if self._buffer is None:
             first = next(iter(self.params.values()))
-            self._buffer = room_for(self.group, numel, first.dtype, first.device)
+            self._buffer = self.group.allocate(numel, first.dtype, first.device)
         return self._buffer[:numel]
 
 

@@ -1,0 +1,408 @@
+"""Events: what the ranks of this process did lately, in rings that any layer may write to.
+
+A :class:`Board` is where one rank's end of a group writes its calls, a :class:`Track` where one
+wrapped model writes its steps and buckets. Writing must cost next to nothing: an entry is a few
+attributes and one append, a line of the user's code is kept as a code object and an offset and is
+looked up only when somebody asks. Entries hold no tensor, no group and no model.
+
+All times here are of ``time.perf_counter_ns``; :func:`epoch_ns` turns them into dates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+CALLS, STEPS, BUCKETS, BOARDS = 4096, 512, 4096, 64  # how many are kept
+SWITCH = "PACELINE_RECORDER"
+
+now = time.perf_counter_ns
+_getframe = sys._getframe
+Names = Callable[[int], Sequence[str]]
+
+
+class Call(Protocol):
+    """What a call on a group tells of itself; ``groups/engine.py`` has the real one."""
+
+    kind: Any
+    inputs: Any
+    outputs: Any
+    reduction: str
+    root: int
+
+
+@dataclass(init=False, eq=False, repr=False, slots=True)
+class Entry:
+    """One call on a group. Its maker sets all of it: a constructor would cost as much again."""
+
+    board: Board
+    sequence: int  # among the collectives of the group; 0 for a message between two ranks
+    kind: str
+    reduction: str
+    root: int
+    nbytes: int
+    shape: Sequence[int]  # of the first tensor
+    dtype: Any
+    code: CodeType | None  # of the line that made it, with lasti
+    lasti: int
+    track: Track | None  # of the model whose reducer made it
+    bucket: int  # -1 when it is not the reducer's
+    began: int
+    finished: int  # 0 while it runs, or when nobody waited for it
+    error: str
+    work: Callable[[], Any] | None  # of a call that was started: a weak reference to it
+
+    def follow(self, work: Any, *, on_device: bool) -> None:
+        """The call was started, and ``work`` will know when it ends.
+
+        What a device does later is not looked at: asking may disturb a graph that is captured.
+        """
+        if on_device:
+            self.finished = now()
+        else:
+            self.work = weakref.ref(work)
+
+    def look(self) -> bool:
+        """Whether it still runs; notes the end of one that was started, if it has come."""
+        if self.finished or self.error:
+            return False
+        if self.work is None:
+            return True
+        work = self.work()
+        if work is None:  # nobody waits for it, and nobody knows
+            return False
+        if work.is_completed() and not self.finished:
+            self.finished = now()
+        return not self.finished
+
+
+@dataclass(init=False, eq=False, repr=False, slots=True)
+class StepEntry:
+    """One pass of a wrapped model."""
+
+    track: Track
+    number: int
+    code: CodeType | None  # of the line that called forward, with lasti
+    lasti: int
+    forward_began: int
+    forward_ended: int
+    backward_began: int
+    backward_ended: int
+    waited: int  # nanoseconds
+
+
+@dataclass(init=False, eq=False, repr=False, slots=True)
+class BucketEntry:
+    """One bucket in one backward pass."""
+
+    track: Track
+    step: int
+    bucket: int
+    nbytes: int
+    filled: int
+    launched: int
+    finished: int
+    waited: int  # when waiting for it began; 0: nobody had to
+    call: Entry | None
+
+
+calls: deque[Entry] = deque(maxlen=CALLS)
+steps: deque[StepEntry] = deque(maxlen=STEPS)
+buckets: deque[BucketEntry] = deque(maxlen=BUCKETS)
+notes: deque[tuple[Board | None, str]] = deque(maxlen=64)
+boards: dict[int, Board] = {}  # by number, also of groups that have ended
+
+# Set by recorder/watch.py, which this file does not know.
+on_board: list[Callable[[Board], None]] = []  # a board has opened
+on_close: list[Callable[[Board], None]] = []  # a group has ended here
+on_failure: list[Callable[[Entry, BaseException], None]] = []  # a call has failed
+
+_numbers = itertools.count(1)
+_shared: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
+_on: list[bool | None] = [None]
+
+
+def enabled() -> bool:
+    """Whether groups made now are recorded; ``PACELINE_RECORDER=0`` says no."""
+    return os.environ.get(SWITCH, "1") != "0" if _on[0] is None else _on[0]
+
+
+def switch(on: bool | None) -> None:
+    """Record groups made from now on, or do not; None leaves it to the environment."""
+    _on[0] = on
+
+
+class Board:
+    """Where one rank's end of a group writes its calls."""
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        *,
+        members: Sequence[int] = (),
+        backend: str = "",
+        store: Callable[[], Any] = lambda: None,
+        traffic: Any = None,
+        agrees: bool = True,
+    ) -> None:
+        self.number = next(_numbers)
+        self.group = weakref.ref(group)
+        self.rank, self.size = rank, size
+        self.members = tuple(members) or tuple(range(size))
+        self.backend = backend
+        self.store = store  # where the ranks met, or None; it must not keep the group alive
+        self.traffic = traffic
+        self.agrees = agrees  # its engine notices when ranks make different calls
+        self.tell: Callable[[Entry], None] | None = None  # whoever wants to hear of each call
+        self.thread = threading.get_ident()
+        self.made = 0  # collectives so far
+        self.models = 0  # wrapped models that average over it
+        self.latest: Entry | None = None
+        self.by: tuple[Track, int] | None = None  # the bucket whose call comes next
+        self.closed = ""  # the line that ended the group
+        self.label = ""
+
+    @property
+    def world_rank(self) -> int:
+        """This rank as the whole job counts."""
+        return self.members[self.rank]
+
+    @property
+    def name(self) -> str:
+        """What to call the group in a sentence."""
+        if self.label:
+            return self.label
+        return f"{self.backend}:{','.join(map(str, self.members)) if self.size <= 8 else self.size}"
+
+    def begin(self, call: Call, nbytes: int) -> Entry:
+        """A call is about to be made."""
+        entry = Entry()
+        entry.board, entry.kind = self, call.kind
+        if call.kind in ("send", "recv"):
+            entry.sequence = 0
+        else:
+            self.made = entry.sequence = self.made + 1
+        tensors = call.inputs or call.outputs
+        entry.shape, entry.dtype = (tensors[0].shape, tensors[0].dtype) if tensors else ((), None)
+        entry.nbytes, entry.reduction, entry.root = nbytes, call.reduction, call.root
+        if self.by is None:
+            entry.track, entry.bucket = None, -1
+            entry.code, entry.lasti = caller(_getframe(2))
+        else:
+            entry.track, entry.bucket = track, _ = self.by
+            entry.code, entry.lasti = track.code, track.lasti
+        entry.finished, entry.error, entry.work = 0, "", None
+        self.latest = entry
+        calls.append(entry)
+        if self.tell is not None:
+            self.tell(entry)
+        entry.began = now()
+        return entry
+
+    def close(self) -> None:
+        """The group has ended on this rank."""
+        if not self.closed:
+            self.closed = line_of(*caller(_getframe(1))) or "its end"
+            for told in on_close:
+                told(self)
+
+
+def open_board(
+    group: Any, rank: int, size: int, *, shared: bool = False, **facts: Any
+) -> Board | None:
+    """A board for ``group``; None when nothing is to be recorded.
+
+    ``shared``: the one that was opened for the same group before, if there is one.
+    """
+    if not enabled():
+        return None
+    if shared and group in _shared:
+        return _shared[group]
+    board = Board(group, rank, size, **facts)
+    if shared:
+        _shared[group] = board
+    _forget_old()
+    boards[board.number] = board
+    for told in on_board:
+        told(board)
+    return board
+
+
+def _forget_old() -> None:
+    """Groups may come and go; the latest that have ended are kept for questions."""
+    known = boards.copy()  # in one go: another thread may open a board meanwhile
+    gone = [n for n, board in known.items() if board.closed or board.group() is None]
+    for number in gone[: max(0, len(gone) - BOARDS)]:
+        boards.pop(number, None)
+
+
+def failed(entry: Entry, error: BaseException) -> None:
+    """A call ended with ``error``, which whoever listens may add to."""
+    if entry.error:
+        return
+    entry.finished, entry.error = now(), type(error).__name__
+    for told in on_failure:
+        told(entry, error)
+
+
+class Track:
+    """Where one wrapped model writes its steps and buckets.
+
+    ``names`` gives the parameters of a bucket; it must not keep the model alive.
+    """
+
+    def __init__(self, board: Board, names: Names) -> None:
+        self.board = board
+        board.models = self.model = board.models + 1
+        self.names = names
+        self.steps = 0
+        self.step: StepEntry | None = None
+        self.code: CodeType | None = None  # where the latest backward pass was called
+        self.lasti = -1
+
+    def forward_begins(self) -> None:
+        """A step begins."""
+        entry = StepEntry()
+        self.steps = entry.number = self.steps + 1
+        entry.track = self
+        entry.code, entry.lasti = caller(_getframe(1))
+        entry.forward_ended = entry.backward_began = entry.backward_ended = entry.waited = 0
+        self.step = entry
+        steps.append(entry)
+        entry.forward_began = now()
+
+    def forward_ends(self) -> None:
+        """The model's output is there."""
+        if self.step is not None and not self.step.forward_ended:
+            self.step.forward_ended = now()
+
+    def backward_begins(self) -> None:
+        """Gradients come."""
+        self.code, self.lasti = caller(_getframe(1))
+        step = self.step
+        if step is not None:
+            if self.code is None:  # a thread of the autograd engine
+                self.code, self.lasti = step.code, step.lasti
+            step.backward_began = step.backward_began or now()
+
+    def backward_ends(self, waited: int = 0) -> None:
+        """The averages are there, or the pass had none to make."""
+        if self.step is not None and self.step.backward_began:
+            self.step.backward_ended = now()
+            self.step.waited += waited
+
+    def bucket_filled(self, index: int) -> BucketEntry:
+        """A bucket has all its gradients."""
+        entry = BucketEntry()
+        entry.track = self
+        entry.step, entry.bucket, entry.nbytes = self.steps, index, 0
+        entry.launched = entry.finished = entry.waited = 0
+        entry.call = None
+        buckets.append(entry)
+        entry.filled = now()
+        return entry
+
+
+def shape_of(entry: Entry) -> str:
+    """The first tensor of a call, as ``float32[1024, 64]``; empty for a barrier."""
+    if entry.dtype is None:
+        return ""
+    return f"{str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"
+
+
+# -- lines of the user's code -----------------------------------------------------------------
+
+USER, LIBRARY, INSIDE = 0, 1, 2  # whose a frame is
+_kinds: dict[str, int] = {}  # of source files
+
+
+def _places() -> tuple[tuple[str, int], ...]:
+    """Folders and whose code they hold, the most telling first."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torchs = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or ours)
+    paths = sysconfig.get_paths()
+    found = [(ours, INSIDE), (torchs, INSIDE)]
+    found += [(paths[name], LIBRARY) for name in ("purelib", "platlib")]
+    found += [(paths["stdlib"], INSIDE), ("<frozen", INSIDE), ("<eval_with_key", INSIDE)]
+    return tuple(found)
+
+
+def whose(filename: str) -> int:
+    """Whether a file is the user's, a library's, or torch's, Python's and ours."""
+    kind = _kinds.get(filename)
+    if kind is None:
+        found = (kind for place, kind in _places() if filename.startswith(place))
+        kind = _kinds[filename] = next(found, USER)
+    return kind
+
+
+def caller(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    """The innermost frame of the user's code, from ``frame`` outwards; of a library's if none."""
+    second: tuple[CodeType | None, int] = (None, -1)
+    kinds = _kinds
+    while frame is not None:
+        code = frame.f_code
+        kind = kinds.get(code.co_filename)
+        if kind is None:
+            kind = whose(code.co_filename)
+        if kind == USER:
+            return code, frame.f_lasti
+        if kind == LIBRARY and second[0] is None:
+            second = code, frame.f_lasti
+        frame = frame.f_back
+    return second
+
+
+def line_of(code: CodeType | None, lasti: int) -> str:
+    """A place in the code as ``train.py:41``; empty when there is none."""
+    if code is None:
+        return ""
+    number = code.co_firstlineno
+    for start, end, line in code.co_lines():
+        if start <= lasti < end and line is not None:
+            number = line
+    return f"{shown(code.co_filename)}:{number}"
+
+
+def shown(filename: str) -> str:
+    """A path as a reader wants it: short when it lies below the current folder."""
+    here = os.getcwd() + os.sep
+    return filename.removeprefix(here)
+
+
+# -- clocks and forks -------------------------------------------------------------------------
+
+
+def epoch_ns() -> int:
+    """What to add to a time here to have nanoseconds since the Unix epoch."""
+    tries = []
+    for _ in range(5):
+        before = now()
+        wall = time.time_ns()
+        after = now()
+        tries.append((after - before, wall - (before + after) // 2))
+    return min(tries)[1]
+
+
+def forget() -> None:
+    """Forget everything; a forked child is not the rank that its parent is."""
+    calls.clear()
+    steps.clear()
+    buckets.clear()
+    notes.clear()
+    boards.clear()
+
+
+os.register_at_fork(after_in_child=forget)

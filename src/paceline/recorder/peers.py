@@ -1,0 +1,360 @@
+"""Peers: how the recorders of a group's ranks find each other, ask, and say farewell.
+
+Each rank leaves its address in the group's store when the group is made: no collective, and nobody
+waits. Ranks that are threads of this process are found in the table of boards. A process that ends
+in good order tells its peers how far it had come, since nobody can ask it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from . import channel, events
+from .account import Account, Told, account_of, told
+from .channel import Address, Listener
+
+ASKED_AT_MOST = 128  # ranks that one rank asks
+LEFT_TOLD = 16  # peers that a rank tells what it is about to call, and that it leaves
+LEAVING = 0.3  # seconds to find out who they are, if that is not known by then
+READING = 0.2  # seconds until a letter that has come is read
+KINDS = 64  # of calls that are announced, and kept
+
+
+class Silence(Enum):
+    """Why a rank does not answer."""
+
+    ENDED = "ended"  # nobody listens there any more
+    MUTE = "mute"  # somebody does, and says nothing
+    UNKNOWN = "unknown"  # it has left no address
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What is asked of a process."""
+
+    board: int
+    time: bool = False  # only the time is asked
+
+
+class Letter(msgspec.Struct, frozen=True):
+    """What a rank says because it may not be there when it is asked."""
+
+    board: int
+    rank: int
+    call: Told | None = None  # that it is about to make
+    farewell: Account | None = None
+
+
+_asking: set[threading.Thread] = set()
+
+
+class Peers:
+    """The other ranks of all groups of this process."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nobody."""
+        self.process = secrets.token_hex(16)
+        self._lock = threading.Lock()
+        self._news = threading.Event()  # a letter has come
+        self._listener: Listener | None = None
+        self._known: dict[int, dict[int, Address]] = {}  # by board, then by rank
+        self._turns: dict[int, int] = {}
+        self._stores: dict[int, Any] = {}  # of groups whose ranks are not all known yet
+        self.farewells: dict[int, dict[int, Account]] = {}  # the same
+        self._heard: dict[int, dict[int, list[Told]]] = {}  # the same
+        self._announced: dict[int, set[object]] = {}  # kinds of calls, by board
+
+    # -- addresses ----------------------------------------------------------------------------
+
+    def publish(self, board: events.Board) -> None:
+        """Leave the address of ``board`` in the store of its group, if it has one."""
+        store = board.store()
+        if store is None:
+            return
+        with contextlib.suppress(Exception):  # a group is made, whatever its store can do
+            turn = store.add(f"recorder/turn/{board.rank}", 1)
+            self._turns[board.number] = turn
+            self._stores[board.number] = store  # the group may be gone before all are known
+            own = msgspec.msgpack.encode(self._own(board, store))
+            store.set(f"recorder/{turn}/{board.rank}", own)
+
+    def _own(self, board: events.Board, store: Any) -> Address:
+        host, port, key = "", 0, b""
+        if board.backend != "threads":
+            with self._lock:
+                listener = self._listener or Listener(self._answer, self._hear, meeting_host(store))
+                self._listener = listener
+            host, port, key = listener.host, listener.port, listener.key
+        return Address(self.process, host, port, key, machine(), network(), board.number)
+
+    def known(self, board: events.Board, seconds: float = 0.0) -> Mapping[int, Address]:
+        """Addresses of the group's other ranks, as far as they are known.
+
+        With ``seconds``, what is missing is looked up, for at most so long: a store may be busy
+        with somebody who waits in it, and this rank must not.
+        """
+        if seconds and not self.complete(board):
+            with contextlib.suppress(Exception):
+                _in_thread(self.look_up, board).result(seconds)
+        return dict(self._known.get(board.number, {}))
+
+    def look_up(self, board: events.Board) -> None:
+        """Read the addresses that the other ranks have left by now."""
+        store, turn = self._stores.get(board.number), self._turns.get(board.number)
+        if store is None or turn is None:
+            return
+        known = self._known.setdefault(board.number, {})
+        order = sorted(range(board.size), key=lambda rank: (rank - board.rank) % board.size)
+        wanted = {0, *order[:ASKED_AT_MOST]} - {board.rank}
+        for rank in wanted - known.keys():
+            with contextlib.suppress(RuntimeError, OSError, msgspec.DecodeError):
+                key = f"recorder/{turn}/{rank}"
+                if store.check([key]):
+                    known[rank] = msgspec.msgpack.decode(store.get(key), type=Address)
+        if known.keys() >= wanted:
+            self._stores.pop(board.number, None)
+
+    def complete(self, board: events.Board) -> bool:
+        """Whether there is nothing more to find out about the addresses of a group."""
+        return board.number not in self._stores
+
+    def forget_old(self) -> None:
+        """Let go of boards that are no more."""
+        tables: list[dict[int, Any]] = [self._known, self._turns, self._stores]
+        for table in (*tables, self.farewells, self._heard, self._announced):
+            for number in set(table) - events.boards.keys():
+                table.pop(number, None)
+
+    # -- letters ------------------------------------------------------------------------------
+
+    def announce(self, entry: events.Entry) -> None:
+        """Before the first call of its kind: tell the others, who may not be able to ask later.
+
+        An engine that does not check what ranks call may end the process when sizes differ (gloo
+        does), and then the others know why.
+        """
+        board = entry.board
+        kinds = self._announced.setdefault(board.number, set())
+        kind = (entry.kind, entry.shape, entry.dtype, entry.reduction, entry.root)
+        if kind in kinds or len(kinds) >= KINDS or not entry.sequence:
+            return
+        kinds.add(kind)
+        call = told(entry)
+        with contextlib.suppress(OSError):
+            for address in self._some(board, 0.0):
+                message = msgspec.msgpack.encode(Letter(address.board, board.rank, call))
+                channel.tell(address, message)
+
+    def _some(self, board: events.Board, seconds: float) -> list[Address]:
+        """The next ranks after this one that are other processes."""
+        known = self.known(board, seconds)
+        order = sorted(known, key=lambda rank: (rank - board.rank) % board.size)
+        found = [known[rank] for rank in order if known[rank].process != self.process]
+        return found[:LEFT_TOLD]
+
+    def _hear(self, message: bytes) -> None:
+        letter = msgspec.msgpack.decode(message, type=Letter)
+        if letter.board not in events.boards:
+            return
+        if letter.farewell is not None:
+            self.farewells.setdefault(letter.board, {})[letter.rank] = letter.farewell
+        if letter.call is not None:
+            calls = self._heard.setdefault(letter.board, {}).setdefault(letter.rank, [])
+            calls.append(letter.call)
+            del calls[:-KINDS]
+        self._news.set()
+
+    def take_leave(self, board: events.Board, ended: str = "") -> None:
+        """Tell the peers that this rank comes no more, and how far it had come."""
+        if not board.made or board.backend == "threads":
+            return
+        said = account_of(board, ended, calls=8)
+        with contextlib.suppress(OSError):
+            for address in self._some(board, LEAVING):
+                letter = Letter(address.board, board.rank, farewell=said)
+                channel.tell(address, msgspec.msgpack.encode(letter))
+
+    # -- answers ------------------------------------------------------------------------------
+
+    def _answer(self, message: bytes) -> bytes:
+        question = msgspec.msgpack.decode(message, type=Question)
+        if question.time:
+            return msgspec.msgpack.encode(time.time())
+        board = events.boards.get(question.board)
+        if board is None:
+            return b""
+        return msgspec.msgpack.encode(account_of(board))
+
+    def ask(self, address: Address) -> Account | Silence:
+        """What that rank says."""
+        if address.process == self.process:
+            board = events.boards.get(address.board)
+            return Silence.ENDED if board is None else account_of(board)
+        if address.host.startswith("127.") and address.network != network():
+            return Silence.UNKNOWN  # it is on another host and did not know of ours
+        question = msgspec.msgpack.encode(Question(address.board))
+        try:
+            answer = channel.ask(address, question)
+            return msgspec.msgpack.decode(answer, type=Account) if answer else Silence.ENDED
+        except ConnectionError:
+            return Silence.ENDED
+        except (OSError, msgspec.DecodeError):
+            return Silence.MUTE
+
+    def clock(self, address: Address) -> float:
+        """Seconds that the clock over there is ahead of ours; best of a few tries."""
+        tries = []
+        for _ in range(5):
+            before = time.time()
+            answer = channel.ask(address, msgspec.msgpack.encode(Question(0, time=True)))
+            after = time.time()
+            theirs = msgspec.msgpack.decode(answer, type=float)
+            tries.append((after - before, theirs - (before + after) / 2))
+        return min(tries)[1]
+
+    def hear(
+        self, board: events.Board, ranks: Iterable[int], seconds: float = 2.0
+    ) -> dict[int, Account | Silence]:
+        """What these ranks say, all asked at once; of one that has ended, its farewell."""
+        addresses = self.known(board, seconds / 2)
+        wanted = [r for r in ranks if r != board.rank][:ASKED_AT_MOST]
+        said: dict[int, Account | Silence] = dict.fromkeys(wanted, Silence.UNKNOWN)
+        asked = {r: _in_thread(self.ask, addresses[r]) for r in wanted if r in addresses}
+        until = time.monotonic() + seconds
+        for rank, answer in asked.items():
+            said[rank] = Silence.MUTE
+            with contextlib.suppress(Exception):
+                said[rank] = answer.result(max(0.0, until - time.monotonic()))
+        return {rank: self._with_farewell(board, rank, what) for rank, what in said.items()}
+
+    def _with_farewell(
+        self, board: events.Board, rank: int, said: Account | Silence
+    ) -> Account | Silence:
+        if isinstance(said, Account):
+            return said
+        if farewell := self._farewell(board, rank, patience=said is Silence.ENDED):
+            return farewell
+        heard = self._heard.get(board.number, {}).get(rank)
+        if heard and said is Silence.ENDED:
+            made = heard[-1].sequence
+            return Account(rank, 0, "", made, heard, [], ended="its process is gone", heard=True)
+        return said
+
+    def _farewell(self, board: events.Board, rank: int, *, patience: bool) -> Account | None:
+        """A rank's last words; they may lie unread for a moment."""
+        until = time.monotonic() + (READING if patience else 0.0)
+        while (found := self.farewells.get(board.number, {}).get(rank)) is None:
+            self._news.clear()
+            if not self._news.wait(max(0.0, until - time.monotonic())):
+                break
+        return found
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def part(self) -> None:
+        """The process ends: take leave in all groups that have not ended before."""
+        ended = _how_it_ends()
+        for board in list(events.boards.values()):
+            if not board.closed:
+                self.take_leave(board, ended)
+        self.rest()
+
+    def rest(self) -> None:
+        """Give the port back; whoever is refused from now on has been told why."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
+    def drop(self) -> None:
+        """In a forked child: let go of the parent's socket, which stays the parent's."""
+        if self._listener is not None:
+            self._listener.drop()
+        self.reset()
+
+
+def _in_thread(action: Any, *args: Any) -> Future[Any]:
+    """A daemon thread's result; a pool's threads would be waited for at exit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            _asking.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name="paceline-recorder-asks", daemon=True)
+    _asking.add(thread)
+    thread.start()
+    return future
+
+
+def finish_asking(seconds: float) -> None:
+    """Wait for threads that ask, for at most so long.
+
+    Python ends a thread that comes back to it after the end, and inside a call of torch's that ends
+    the process with an error.
+    """
+    until = time.monotonic() + seconds
+    for thread in list(_asking):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def meeting_host(store: Any) -> str:
+    """The host that a TCPStore is on; empty for stores that are on none."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return str(getattr(store, "host", ""))
+
+
+def machine() -> str:
+    """A name for what has one clock."""
+    return f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id')}"
+
+
+def network() -> str:
+    """A name for what has one loopback."""
+    try:
+        return f"{machine()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _how_it_ends() -> str:
+    """In words; an exception that ended the program is named with its line."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return "its process has ended"
+    trace, line = getattr(sys, "last_traceback", None), ""
+    while trace is not None:
+        if events.whose(trace.tb_frame.f_code.co_filename) == events.USER:
+            line = f" at {events.shown(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"its process has ended with {type(error).__name__}{line}: {error}"
+
+
+peers = Peers()

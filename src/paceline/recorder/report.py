@@ -1,0 +1,89 @@
+"""A recorded run as one HTML page that needs nothing else, and as a trace beside it.
+
+``report_read`` reads the logs, ``report_facts`` and ``report_late`` say what is in them,
+``report_words`` puts it in words, ``report_page`` and ``report_trace`` write it down.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from .report_facts import Facts, gather
+from .report_page import page
+from .report_read import Run, read
+from .report_trace import trace
+from .report_words import sentences
+
+AnyPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known about a recorded run, ready to be written."""
+
+    directory: Path
+    run: Run
+    facts: Facts
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What stands out, in sentences."""
+        return sentences(self.facts)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing from the run, or does not fit together in it."""
+        return self.run.notes
+
+    def write(self, out: AnyPath | None = None) -> Path:
+        """Write the page, and the trace beside it, and return the page's path.
+
+        ``out`` is the page's file, or a folder for it; without it the page is ``report.html`` among
+        the logs. The trace is ``trace.json`` beside it, or NAME.trace.json beside NAME.html.
+        """
+        path = page_path(self.directory, out)
+        beside = trace_path(path)
+        self.write_trace(beside)
+        _write(path, page(self.run, self.facts, beside.name).encode())
+        return path
+
+    def write_trace(self, out: AnyPath | None = None) -> Path:
+        """Write only the trace, for ui.perfetto.dev, and return its path."""
+        path = trace_path(page_path(self.directory, None)) if out is None else Path(out)
+        _write(path, msgspec.json.encode(trace(self.run.logs, self.facts.began)))
+        return path
+
+
+def read_report(run_dir: AnyPath) -> Report:
+    """Read the run recorded in ``run_dir``; nothing is written yet."""
+    run = read(Path(run_dir))
+    return Report(Path(run_dir), run, gather(run.logs))
+
+
+def write_report(run_dir: AnyPath, out: AnyPath | None = None) -> Path:
+    """Write the page of the run recorded in ``run_dir``, and its trace, as :meth:`Report.write`."""
+    return read_report(run_dir).write(out)
+
+
+def page_path(run_dir: Path, out: AnyPath | None) -> Path:
+    """Where the page goes."""
+    path = run_dir if out is None else Path(out)
+    return path / "report.html" if path.is_dir() else path
+
+
+def trace_path(page: Path) -> Path:
+    """Where the trace beside a page goes."""
+    name = "trace.json" if page.name == "report.html" else f"{page.stem}.trace.json"
+    return page.with_name(name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_bytes(content)
+    draft.replace(path)

@@ -1,0 +1,280 @@
+"""Verdict: whom the ranks wait for and why, from what each of them tells. Pure.
+
+The rules, the most telling first. Two ranks made different calls under the same number. A rank's
+process has ended, or it has left the group. A rank has not made the call: then it is in other code,
+whose line it tells, and if its models ran fewer backward passes than ours, it skipped one. A rank
+is silent. A rank has started the call and does something else. Else nobody is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from .account import Account, Told, Went
+from .peers import Silence
+
+Said = Mapping[int, Account | Silence]
+
+# What ranks may give different amounts of.
+_UNEVEN = frozenset(
+    {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "all_to_all_single"}
+)
+
+
+class Kind(Enum):
+    """What is wrong."""
+
+    DIFFERS = auto()  # two ranks made different calls
+    ENDED = auto()  # a rank's process is gone
+    LEFT = auto()  # a rank has shut the group down
+    SKIPPED = auto()  # a rank left a backward pass out
+    ELSEWHERE = auto()  # a rank is in other code
+    SILENT = auto()  # a rank does not answer
+    NOBODY = auto()  # all have made the call
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who, what, and a paragraph that says so."""
+
+    kind: Kind
+    rank: int  # whose doing it is; -1: nobody's
+    text: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that takes too long on this rank."""
+
+    mine: Account
+    call: Told
+    group: str
+    waited: float  # seconds
+    over: bool = False  # it has failed by now
+
+
+def judge(case: Case, said: Said) -> Verdict:
+    """Whom this rank waits for."""
+    for rule in (_differing, _gone, _behind, _silent, _busy):
+        found = rule(case, said)
+        if found is not None:
+            kind, rank, why = found
+            parts = (_opening(case), why, _waiting(case, said, rank), _then(kind, case.over))
+            return Verdict(kind, rank, " ".join(part for part in parts if part))
+    why = "All ranks have made this call, and none has finished it: the wire is slow, or broken."
+    return Verdict(Kind.NOBODY, -1, f"{_opening(case)} {why}")
+
+
+Finding = tuple[Kind, int, str]
+
+
+# -- the rules --------------------------------------------------------------------------------
+
+
+def _differing(case: Case, said: Said) -> Finding | None:
+    found = []
+    for rank, account in _accounts(said):
+        for mine in case.mine.calls:
+            theirs = account.call(mine.sequence)
+            if theirs is not None and not same(mine, theirs):
+                found.append((mine.sequence, rank, mine, theirs))
+                break
+    if not found:
+        return None
+    number, rank, mine, theirs = min(found, key=lambda item: item[:2])
+    why = (
+        f"Call {number} of the group is not the same on all ranks: rank {case.mine.rank} called "
+        f"{words(mine)} at {place(mine.line)}, rank {rank} called {words(theirs)} "
+        f"at {place(theirs.line)}."
+    )
+    other = dict(_accounts(said))[rank]
+    return skip_between(case.mine, other, why, last=True) or (Kind.DIFFERS, rank, why)
+
+
+def skip_between(one: Account, other: Account, why: str, *, last: bool) -> Finding | None:
+    """Whether one of two ranks left a backward pass out that the other ran.
+
+    With ``last``, a step that none followed counts too: the rank does something else by now.
+    """
+    for ran, skipped in ((one, other), (other, one)):
+        step = first_skipped(ran.steps, skipped.steps, last=last)
+        if step is not None:
+            text = (
+                f"{why} Rank {skipped.rank} skipped a backward pass: the forward of step "
+                f"{step.number} at {place(step.line)} was followed by none there, and by one on "
+                f"rank {ran.rank}."
+            )
+            return Kind.SKIPPED, skipped.rank, text
+    return None
+
+
+def _gone(case: Case, said: Said) -> Finding | None:
+    for rank, account in _accounts(said):
+        if account.ended or (account.closed and account.made < case.call.sequence):
+            kind = Kind.ENDED if account.ended else Kind.LEFT
+            how = account.ended or f"it has left the group, at {account.closed}"
+            why = f"Rank {rank} will not come: {how}{_last_call(account)}."
+            return skip_between(case.mine, account, why, last=True) or (kind, rank, why)
+    ended = [rank for rank, what in sorted(said.items()) if what is Silence.ENDED]
+    if ended:
+        return Kind.ENDED, ended[0], f"Rank {ended[0]} will not come: its process is gone."
+    return None
+
+
+def _last_call(account: Account) -> str:
+    collectives = [call for call in account.calls if call.sequence]
+    if not collectives:
+        return ", without having made a call"
+    last = collectives[-1]
+    which = "the last new call it told of" if account.heard else "the last call it made"
+    failed = f", which failed with {last.error}" if last.error else ""
+    return f"; {which} is number {last.sequence}, {words(last)}, at {place(last.line)}{failed}"
+
+
+def _behind(case: Case, said: Said) -> Finding | None:
+    """The rank that has made the fewest calls; of a message, the rank it is to come from."""
+    if case.call.sequence == 0:
+        late = [(0, r, a) for r, a in _accounts(said) if r == case.call.root and not a.inside]
+    else:
+        late = [(a.made, r, a) for r, a in _accounts(said) if a.made < case.call.sequence]
+    if not late:
+        return None
+    made, rank, account = min(late, key=lambda item: item[:2])
+    where = f"Rank {rank} is missing: {_whereabouts(account)}."
+    if case.call.sequence and made:
+        where += f" It has made {made} of {case.call.sequence} calls."
+    skipped = skip_between(case.mine, account, where, last=False)
+    return skipped or (Kind.ELSEWHERE, rank, where)
+
+
+def _whereabouts(account: Account) -> str:
+    if account.user is None:
+        inner = account.deepest
+        return (
+            f"it is in no code of yours, but at {inner.line}" if inner else "its thread has ended"
+        )
+    text = f"it is at {account.user.line} in {account.user.function}"
+    text += f" ({account.user.text})" if account.user.text else ""
+    if account.elsewhere:
+        return f"{text}, waiting in {account.elsewhere}"
+    return text
+
+
+def _silent(case: Case, said: Said) -> Finding | None:
+    for rank, what in sorted(said.items()):
+        if what is Silence.MUTE:
+            why = (
+                f"Rank {rank} does not answer: its process is stopped, or its host is out of reach."
+            )
+            return Kind.SILENT, rank, why
+    for rank, what in sorted(said.items()):
+        if what is Silence.UNKNOWN:
+            why = (
+                f"Nothing is known of rank {rank}: it records nothing, or has not made this group."
+            )
+            return Kind.SILENT, rank, why
+    return None
+
+
+def _busy(case: Case, said: Said) -> Finding | None:
+    for rank, account in _accounts(said):
+        theirs = account.call(case.call.sequence)
+        if theirs is not None and theirs.running and not account.inside:
+            why = (
+                f"Rank {rank} has started the call and not waited for it: {_whereabouts(account)}."
+            )
+            return Kind.ELSEWHERE, rank, why
+    return None
+
+
+def _accounts(said: Said) -> Iterator[tuple[int, Account]]:
+    return ((r, what) for r, what in sorted(said.items()) if isinstance(what, Account))
+
+
+def same(mine: Told, theirs: Told) -> bool:
+    """Whether two calls fit together."""
+    alike = (mine.operation, mine.reduction, mine.root, mine.dtype)
+    if alike != (theirs.operation, theirs.reduction, theirs.root, theirs.dtype):
+        return False
+    return mine.operation in _UNEVEN or mine.count == theirs.count
+
+
+def first_skipped(mine: Sequence[Went], theirs: Sequence[Went], *, last: bool) -> Went | None:
+    """The first step that has a backward pass here and none there.
+
+    Without ``last``, the latest step there does not count: its backward may be still to come.
+    """
+    here = {(step.model, step.number) for step in mine if step.backward}
+    latest = {step.model: step.number for step in theirs}
+    for step in theirs:
+        due = last or step.number < latest[step.model]
+        if due and not step.backward and (step.model, step.number) in here:
+            return step
+    return None
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+def words(call: Told) -> str:
+    """A call as one says it."""
+    of = f" of {call.shape}" if call.shape else ""
+    how = f" {call.reduction.upper()}" if call.reduction else ""
+    if call.operation in ("broadcast", "reduce", "gather", "scatter"):
+        how += f" root {call.root}"
+    return f"{call.operation}{how}{of}"
+
+
+def place(line: str) -> str:
+    """A line, or that there is none."""
+    return line or "no line of yours"
+
+
+def _opening(case: Case) -> str:
+    call, mine = case.call, case.mine
+    bucket = ""
+    if call.bucket >= 0:
+        more = f", … {call.more} more" if call.more else ""
+        names = f": {', '.join(call.names)}{more}" if call.names else ""
+        bucket = f", bucket {call.bucket}{names}"
+    number = f"call {call.sequence} of the group {case.group}{bucket}"
+    if not call.sequence:
+        number = (
+            f"rank {call.root}, group {case.group}" if call.root >= 0 else f"group {case.group}"
+        )
+    waited = "waited" if case.over else "has waited"
+    return (
+        f"rank {mine.rank} {waited} {case.waited:.3g} s in {words(call)} ({number}), "
+        f"called at {place(call.line)}."
+    )
+
+
+def _waiting(case: Case, said: Said, culprit: int) -> str:
+    """Who else waits."""
+    number = case.call.sequence
+    others = []
+    for rank, account in _accounts(said):
+        theirs = account.call(number)
+        if rank != culprit and theirs is not None and theirs.running:
+            others.append(rank)
+    if not others:
+        return ""
+    ranks = ", ".join(map(str, others))
+    return f"{'Rank' if len(others) == 1 else 'Ranks'} {ranks} wait{'s' * (len(others) == 1)} too."
+
+
+def _then(kind: Kind, over: bool) -> str:
+    if over and kind is Kind.ELSEWHERE:
+        return ""
+    return {
+        Kind.DIFFERS: "Every rank must make the same calls in the same order with equal sizes.",
+        Kind.ENDED: "Look at the output of that process; the others cannot go on without it.",
+        Kind.LEFT: "A rank that leaves must not be waited for: give all ranks the same number of "
+        "steps, or train inside paceline.Join.",
+        Kind.SKIPPED: "Run backward on every rank in every step, or train inside paceline.Join.",
+        Kind.ELSEWHERE: "If it is only slow, all go on when it comes.",
+        Kind.SILENT: "Look whether that process lives.",
+        Kind.NOBODY: "",
+    }[kind]

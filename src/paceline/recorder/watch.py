@@ -1,0 +1,295 @@
+"""Watch: one thread for each process that notices a collective which takes too long.
+
+It looks about once a second, and only while there are groups of several ranks. What it finds late
+it explains once, on stderr and in the notes of the saved log. Errors say the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import statistics
+import sys
+import threading
+from multiprocessing.util import Finalize
+
+from ..errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    PacelineError,
+    PeerDiedError,
+    PeerLeftError,
+    RecorderArgumentError,
+)
+from . import events
+from .account import Account, account_of, told
+from .peers import finish_asking, peers
+from .saving import RECORD, save_all
+from .verdict import Case, Kind, Verdict, judge, place, skip_between
+
+WARN_AFTER = 10.0  # seconds
+TIMES_THE_USUAL = 5
+LAST_LOOK = 0.5  # seconds that the end of a group waits for the thread's
+AT_EXIT = 2.0  # the same, of the process
+PATIENT = 6  # so many times the warning time, when nobody seems to be missing
+_VARIABLE = "PACELINE_WARN_AFTER"
+
+
+class Watch:
+    """What a process knows of the ranks it waits for."""
+
+    def __init__(self) -> None:
+        self.peers = peers
+        self.warn_after: float | None = None  # None: what the environment says
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._mark: events.Entry | None = None  # the latest entry that was looked at
+        self._running: list[events.Entry] = []
+        self._fresh: list[events.Board] = []  # whose peers have not been looked up yet
+        self._warned: dict[int, events.Entry] = {}  # by board
+        self._ending: Finalize | None = None
+
+    # -- groups come --------------------------------------------------------------------------
+
+    def opened(self, board: events.Board) -> None:
+        """A group has been made."""
+        if self._ending is None:
+            # Before what groups have to say at exit; a child of multiprocessing has no atexit.
+            self._ending = Finalize(None, self.end, exitpriority=100)
+            atexit.register(self._ending)
+        if board.size < 2 or board.backend == "fake":
+            return
+        with self._lock:
+            self.peers.publish(board)
+            if not board.agrees and board.backend not in ("threads", "nccl"):
+                board.tell = self.peers.announce
+            self._fresh.append(board)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look_forever, name="paceline-recorder", daemon=True
+                )
+                self._thread.start()
+        self.wake()
+
+    def closed(self, board: events.Board) -> None:
+        """A group has ended."""
+        self.peers.take_leave(board)
+        thread = self._thread
+        if self._stop_if_idle() and thread is not None:
+            self.wake()
+            if thread is not threading.current_thread():
+                thread.join(LAST_LOOK)
+
+    def _stop_if_idle(self) -> bool:
+        """With the last group go the thread and the port."""
+        with self._lock:
+            if any(_alive(board) for board in list(events.boards.values())):
+                return False
+            self._thread = None
+            self.peers.rest()
+            return True
+
+    def wake(self) -> None:
+        """Look now."""
+        self._wake.set()
+
+    def end(self) -> None:
+        """The process ends: save what is to be saved, and take leave."""
+        with contextlib.suppress(Exception):
+            if directory := os.environ.get(RECORD):
+                save_all(directory)
+        with contextlib.suppress(Exception):
+            self.peers.part()
+        thread, self._thread = self._thread, None
+        self.wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(AT_EXIT)
+        finish_asking(AT_EXIT)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _look_forever(self) -> None:
+        while threading.current_thread() is self._thread:
+            self._wake.wait(self.tick())
+            self._wake.clear()
+            with contextlib.suppress(Exception):  # it must not end, nor harm the rank
+                self.look()
+            self._stop_if_idle()
+
+    def tick(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, self.warning_time() / 4)
+
+    def look(self) -> None:
+        """Explain every call that is late and was not explained yet."""
+        with self._looking:
+            self._fresh = [board for board in list(self._fresh) if not self._all_known(board)]
+            self.peers.forget_old()
+            self._running = [e for e in [*self._running, *self._new_entries()] if _runs(e)]
+            oldest: dict[int, events.Entry] = {}
+            for entry in self._running:
+                oldest.setdefault(entry.board.number, entry)
+            for entry in oldest.values():
+                self._consider(entry)
+
+    def _new_entries(self) -> list[events.Entry]:
+        """What was recorded since the last look."""
+        latest, found = list(events.calls), list[events.Entry]()
+        for entry in reversed(latest):
+            if entry is self._mark:
+                break
+            found.append(entry)
+        self._mark = latest[-1] if latest else None
+        return found[::-1]
+
+    def _all_known(self, board: events.Board) -> bool:
+        """Whether there is nothing more to find out about a board's peers."""
+        self.peers.look_up(board)
+        return not _alive(board) or self.peers.complete(board)
+
+    def _consider(self, entry: events.Entry) -> None:
+        board, age = entry.board, (events.now() - entry.began) / 1e9
+        if self._warned.get(board.number) is entry or age < self.warning_time():
+            return
+        if age < self._threshold(entry):
+            return
+        verdict = self.explain(entry)
+        if verdict.kind is Kind.NOBODY and age < PATIENT * self.warning_time():
+            return
+        if not _runs(entry):  # it came while we asked
+            return
+        self._warned[board.number] = entry
+        events.notes.append((board, verdict.text))
+        print(f"paceline: {verdict.text}", file=sys.stderr, flush=True)
+
+    # -- how long is too long -----------------------------------------------------------------
+
+    def warning_time(self) -> float:
+        """Seconds after which a call is late, at the earliest."""
+        if self.warn_after is not None:
+            return self.warn_after
+        try:
+            seconds = float(os.environ.get(_VARIABLE, WARN_AFTER))
+        except ValueError:
+            return WARN_AFTER
+        return seconds if seconds > 0 else math.inf
+
+    def _threshold(self, entry: events.Entry) -> float:
+        """The same, or five times what such calls usually take here, if that is more."""
+        usual = [
+            (e.finished - e.began) / 1e9
+            for e in list(events.calls)
+            if e.board is entry.board and e.kind == entry.kind and e.finished and not e.error
+        ]
+        often = statistics.median(usual) if usual else 0.0
+        return max(self.warning_time(), TIMES_THE_USUAL * often)
+
+    # -- explanations -------------------------------------------------------------------------
+
+    def explain(self, entry: events.Entry) -> Verdict:
+        """Ask all ranks, and say whom this call waits for."""
+        board = entry.board
+        said = self.peers.hear(board, range(board.size))
+        waited = ((entry.finished or events.now()) - entry.began) / 1e9
+        over = bool(entry.error)
+        return judge(Case(account_of(board), told(entry), board.name, waited, over), said)
+
+    def failed(self, entry: events.Entry, error: BaseException) -> None:
+        """Add to an error what is known about its cause."""
+        if entry.board.size < 2 or entry.board.backend == "fake":
+            return
+        with contextlib.suppress(Exception):
+            if isinstance(error, MismatchError):
+                self._add_lines(entry, error)
+            elif isinstance(error, PeerDiedError | PeerLeftError):
+                self._add_last_words(entry, error)
+            elif isinstance(error, CollectiveTimeoutError):
+                if entry.board.rank not in error.ranks:  # else it is this one that came too late
+                    error.verdict = self._noted(entry)
+            elif isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
+                self._add_text(entry, error)
+
+    def _add_text(self, entry: events.Entry, error: RuntimeError) -> None:
+        """torch's error has no field for it."""
+        verdict = self.explain(entry)
+        if verdict.kind is Kind.NOBODY:
+            return
+        events.notes.append((entry.board, verdict.text))
+        said = f"{error.args[0] if error.args else ''}\npaceline: {verdict.text}"
+        error.args = (said, *error.args[1:])
+
+    def _noted(self, entry: events.Entry) -> str:
+        text = self.explain(entry).text
+        events.notes.append((entry.board, text))
+        return text
+
+    def _add_lines(self, entry: events.Entry, error: MismatchError) -> None:
+        said = self.peers.hear(entry.board, (error.rank_a, error.rank_b))
+        said[entry.board.rank] = account_of(entry.board)
+        error.line_a = _line(said.get(error.rank_a), entry.sequence)
+        error.line_b = _line(said.get(error.rank_b), entry.sequence)
+        one, other = said.get(error.rank_a), said.get(error.rank_b)
+        if isinstance(one, Account) and isinstance(other, Account):
+            skipped = skip_between(one, other, "", last=True)
+            error.verdict = "" if skipped is None else skipped[2].strip()
+        events.notes.append((entry.board, str(error)))
+
+    def _add_last_words(self, entry: events.Entry, error: PeerDiedError | PeerLeftError) -> None:
+        if getattr(error, "aborted", False):
+            return
+        said = self.peers.hear(entry.board, error.ranks)
+        known = [what for what in said.values() if isinstance(what, Account)]
+        if known:
+            error.verdict = self._noted(entry)
+
+
+def _alive(board: events.Board) -> bool:
+    return not board.closed and board.group() is not None and board.size > 1
+
+
+def _runs(entry: events.Entry) -> bool:
+    try:
+        return _alive(entry.board) and entry.look()
+    except Exception:  # a work of somebody else's, which cannot say
+        return False
+
+
+def _line(said: object, sequence: int) -> str:
+    call = said.call(sequence) if isinstance(said, Account) else None
+    return "" if call is None else place(call.line)
+
+
+watch = Watch()
+
+
+def install() -> None:
+    """Be told of groups and failures."""
+    events.on_board.append(lambda board: watch.opened(board))
+    events.on_close.append(lambda board: watch.closed(board))
+    events.on_failure.append(lambda entry, error: watch.failed(entry, error))
+    os.register_at_fork(after_in_child=_anew)
+
+
+def configure(*, warn_after: float | None = None, on: bool | None = None) -> None:
+    """Set when a collective is late (seconds), and whether groups made from now on are recorded.
+
+    What is None is left to the environment: ``PACELINE_WARN_AFTER`` (10; 0 for never) and
+    ``PACELINE_RECORDER``.
+    """
+    if warn_after is not None and not warn_after > 0:
+        raise RecorderArgumentError("warn_after", "a number of seconds above 0", repr(warn_after))
+    watch.warn_after = warn_after
+    events.switch(on)
+    watch.wake()
+
+
+def _anew() -> None:
+    """A forked child is another process: no thread of ours runs in it."""
+    global watch
+    watch.peers.drop()
+    watch, before = Watch(), watch
+    watch.warn_after = before.warn_after

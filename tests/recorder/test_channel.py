@@ -1,0 +1,130 @@
+"""The side channel: who is answered, who is not, and what becomes of those who never speak."""
+
+import dataclasses
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from paceline.recorder import channel
+from paceline.recorder.channel import Address, Listener, ask, tell
+
+
+class Office:
+    """A listener, and what it was asked and told."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.told: list[bytes] = []
+        self.listener = Listener(self._answer, self.told.append)
+
+    def _answer(self, question: bytes) -> bytes:
+        self.asked.append(question)
+        return b"answer to " + question
+
+    @property
+    def address(self) -> Address:
+        it = self.listener
+        return Address("process", it.host, it.port, it.key, "machine", "network", 1)
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    office = Office()
+    yield office
+    office.listener.close()
+
+
+def with_key(address: Address, key: bytes) -> Address:
+    return msgspec.structs.replace(address, key=key)
+
+
+def test_a_question_is_answered(office: Office) -> None:
+    assert ask(office.address, b"where?") == b"answer to where?"
+    assert office.listener.host == "127.0.0.1", "nobody from outside can ask"
+
+
+def test_a_long_answer_comes_whole(office: Office) -> None:
+    question = os.urandom(300_000)
+    assert ask(office.address, question) == b"answer to " + question
+
+
+def test_whoever_lacks_the_key_is_not_heard(office: Office) -> None:
+    with pytest.raises(OSError):
+        ask(with_key(office.address, b"x" * 32), b"let me in")
+    tell(with_key(office.address, b"x" * 32), b"lies")
+    tell(office.address, b"truth")
+    assert ask(office.address, b"still there?")
+    assert office.asked == [b"still there?"]
+    assert office.told == [b"truth"]
+
+
+def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
+    impostor = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        talk, _ = impostor.accept()
+        talk.sendall(b"n" * 16)
+        talk.recv(1 << 16)
+        talk.sendall(b"p" * 32 + struct.pack("!I", 4) + b"lies")
+        talk.close()
+
+    import threading
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    address = msgspec.structs.replace(office.address, port=impostor.getsockname()[1])
+    with pytest.raises(OSError, match="not of the job"):
+        ask(address, b"who?")
+    thread.join()
+    impostor.close()
+
+
+def test_a_message_that_claims_to_be_huge_is_refused(office: Office) -> None:
+    with socket.create_connection((office.listener.host, office.listener.port)) as talk:
+        talk.recv(16)
+        talk.sendall(b"n" * 16 + b"p" * 32 + struct.pack("!I", channel.MOST + 1))
+        assert talk.recv(1) == b"", "it hangs up"
+    assert ask(office.address, b"fine?")
+
+
+def test_those_who_never_speak_keep_nobody_else_waiting(office: Office) -> None:
+    silent = [
+        socket.create_connection((office.listener.host, office.listener.port)) for _ in range(3)
+    ]
+    assert ask(office.address, b"busy?") == b"answer to busy?"
+    for talk in silent:
+        talk.close()
+
+
+def test_after_the_end_nobody_listens(office: Office) -> None:
+    address = office.address
+    office.listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        ask(address, b"hello?")
+
+
+def test_a_job_on_several_hosts_listens_on_the_way_to_its_meeting_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert channel.interface("") == "127.0.0.1"
+    assert channel.interface("127.0.0.9") == "127.0.0.1", "the way there, not the other end of it"
+    monkeypatch.setenv("PACELINE_RECORDER_HOST", "127.0.0.5")
+    assert channel.interface("") == "127.0.0.5"
+    monkeypatch.delenv("PACELINE_RECORDER_HOST")
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    assert channel.interface("") == "127.0.0.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert channel.interface("10.9.8.7") == "127.0.0.1", "all ranks are on this host"
+
+
+def test_addresses_are_plain_data() -> None:
+    address = Address("p", "127.0.0.1", 1, b"k", "m", "n", 3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=Address) == address
+    assert not dataclasses.is_dataclass(address)

@@ -1,0 +1,173 @@
+"""Ring two: when a call is late, what is printed, and what the watching leaves behind."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paceline import recorder
+from paceline.groups import Group
+from paceline.recorder import events
+from paceline.recorder.watch import WARN_AFTER, Watch, watch
+from paceline.testing import Meeting, run_ranks, spawn_ranks
+
+DEADLINE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    events.forget()
+    yield
+    recorder.configure()
+
+
+def test_a_late_call_is_explained_once_on_every_rank_that_waits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    explained = threading.Event()
+    recorder.configure(warn_after=0.2)
+
+    def one_rank(group: Group) -> None:
+        group.barrier()
+        if group.rank() == 1:
+            explained.wait(DEADLINE)  # rank 1 is stuck
+        else:
+            threading.Thread(target=await_notes).start()
+        group.all_reduce(torch.ones(3))
+
+    def await_notes() -> None:
+        while len(events.notes) < 2:
+            watch.look()
+        for _ in range(3):  # more looks say nothing more
+            watch.look()
+        explained.set()
+
+    run_ranks(3, one_rank, deadline=DEADLINE)
+    printed = [row for row in capfd.readouterr().err.splitlines() if row.startswith("paceline:")]
+    assert len(printed) == 2
+    assert {row.split()[2] for row in printed} == {"0", "2"}
+    for row in printed:
+        assert "Rank 1 is missing: it is at" in row
+        assert "explained.wait(DEADLINE)  # rank 1 is stuck" in row
+        assert "test_watch.py" in row
+    assert [f"paceline: {text}" for _, text in events.notes] == printed
+
+
+def test_what_comes_in_time_is_not_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    def one_rank(group: Group) -> None:
+        for _ in range(20):
+            group.all_reduce(torch.ones(3))
+            watch.look()
+
+    run_ranks(2, one_rank)
+    assert not events.notes
+    assert "paceline:" not in capfd.readouterr().err
+
+
+def test_the_warning_time_is_ten_seconds_or_what_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Watch().warning_time() == WARN_AFTER == 10
+    monkeypatch.setenv("PACELINE_WARN_AFTER", "2.5")
+    assert Watch().warning_time() == 2.5
+    assert Watch().tick() == 2.5 / 4
+    monkeypatch.setenv("PACELINE_WARN_AFTER", "0")
+    assert Watch().warning_time() == float("inf")
+    monkeypatch.setenv("PACELINE_WARN_AFTER", "soon")
+    assert Watch().warning_time() == WARN_AFTER
+    recorder.configure(warn_after=4)
+    assert watch.warning_time() == 4
+
+
+def test_where_calls_usually_take_long_one_is_late_after_five_times_that() -> None:
+    def one_rank(group: Group) -> float:
+        for _ in range(3):
+            group.barrier()
+        *_, last = [e for e in events.calls if e.board is group.board]
+        for entry in events.calls:
+            if entry.board is group.board and entry is not last:
+                entry.finished = entry.began + 4_000_000_000
+        return watch._threshold(last)
+
+    assert run_ranks(2, one_rank) == [20.0, 20.0]
+
+
+def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> None:
+    def one_rank(group: Group) -> tuple[str, str]:
+        group.barrier()
+        own = next(e for e in events.calls if e.board is group.board)
+        innocent, other, late = RuntimeError("Oh"), KeyError("Oh"), RuntimeError("Timed out")
+        watch.failed(own, innocent)
+        watch.failed(own, other)
+        assert (innocent.args, other.args) == (("Oh",), ("Oh",))
+        group.barrier()
+        if group.rank() == 0:
+            own.sequence = 9  # as if it had called more often than the other
+            watch.failed(own, late)
+        group.barrier()
+        return str(late), events.notes[-1][1]
+
+    text, note = run_ranks(2, one_rank)[0]
+    assert text == f"Timed out\npaceline: {note}"
+    assert "Rank 1 is missing" in note
+
+
+# -- threads, ports and forks -----------------------------------------------------------------
+
+
+def recorder_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("paceline-recorder")]
+
+
+def test_the_thread_lives_as_long_as_there_are_groups() -> None:
+    seen: list[list[str]] = []
+
+    def one_rank(group: Group) -> None:
+        group.barrier()
+        if group.rank() == 0:
+            seen.append(recorder_threads())
+        group.barrier()
+
+    run_ranks(2, one_rank)
+    assert seen == [["paceline-recorder"]], "threads of one process need no port"
+    assert recorder_threads() == []
+
+
+def fork_a_child(meeting: Meeting) -> tuple[int, int]:
+    """How a forked child sees the recorder, and whether the rank can be asked afterwards."""
+    group = meeting.new_group("gloo")
+    group.barrier()
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        alive = sum(t.name.startswith("paceline-recorder") for t in threading.enumerate())
+        os.write(writer, bytes([alive, len(events.boards)]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    alive, boards = os.read(reader, 2)
+    group.barrier()
+    other = watch.peers.hear(group.board, [1 - meeting.rank])[1 - meeting.rank]
+    group.barrier()
+    group.shutdown()
+    return alive + boards, other.rank
+
+
+def test_a_forked_child_is_no_rank_and_the_parent_still_answers() -> None:
+    assert spawn_ranks(2, fork_a_child, deadline=DEADLINE) == [(0, 1), (0, 0)]
+
+
+def measure_clocks(meeting: Meeting) -> float:
+    group = meeting.new_group("gloo")
+    group.barrier()
+    board = group.board
+    address = watch.peers.known(board, seconds=DEADLINE)[1 - meeting.rank]
+    assert address.machine.startswith(socket.gethostname())
+    offset = watch.peers.clock(address)
+    group.barrier()
+    group.shutdown()
+    return offset
+
+
+def test_two_ranks_of_one_host_find_their_clocks_alike() -> None:
+    for offset in spawn_ranks(2, measure_clocks, deadline=DEADLINE):
+        assert abs(offset) < 1.0
