@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,24 +13,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import paceline
 from paceline.errors import ModuleStateError
 from paceline.groups import Group
-from paceline.testing import Meeting, spawn_ranks
 
+from .marks import no_instances
+from .ranks import Open, Results, Row, check, launch
 from .steps import OPTIMIZERS, Pair, assert_alike, batch, loss_of, seeded
 
-DEADLINE = 300.0
+ROWS: dict[str, Row] = {}
 
 
-@pytest.fixture(autouse=True)
-def _nobody_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads leave behind which wrapper was in its forward; Dynamo asks for it."""
-    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-
-
-Open = Callable[[], Group]
-ROWS: dict[str, Callable[[Open], None]] = {}
-
-
-def row(function: Callable[[Open], None]) -> Callable[[Open], None]:
+def row(function: Row) -> Row:
     ROWS[function.__name__] = function
     return function
 
@@ -141,6 +131,59 @@ def what_comes_before_a_forward(open_: Open) -> None:
     assert len(made) == 3
 
 
+class TwoForwards(torch.nn.Module):
+    """The wrapper called twice, and a parameter of it used beside it."""
+
+    def __init__(self, compiled: Any, weight: torch.nn.Parameter, factor: float) -> None:
+        super().__init__()
+        self.compiled, self.factor = [compiled], factor
+        self.weight = [weight]
+
+    def forward(self, x: Any, twice: bool) -> Any:
+        output = self.compiled[0](x)
+        if twice:
+            output = output + self.compiled[0](x * 2)
+        return output + self.factor * self.weight[0].square().sum()
+
+
+def beside_the_wrapper(open_: Open, *, weighed: bool, twice: bool, everywhere: bool) -> None:
+    pair = Compiled([open_(), open_()], "mlp", "sgd")
+    factor = 0.01 * (1 + pair.rank) if everywhere or pair.rank == 0 else 0.0
+    ways = (
+        (pair.compiled, pair.ddp, pair.optimizer),
+        (pair.eager, pair.eager, pair.eager_optimizer),
+    )
+    for number in range(4):
+        x, y = batch(pair.rank, number)
+        for model, ddp, optimizer in ways:
+            both = TwoForwards(model, ddp.module[0].weight, factor)
+            weighing = ddp.weight(2 + pair.rank) if weighed else contextlib.nullcontext()
+            with ddp.accumulate(2 if weighed else 1) as last, weighing:
+                loss_of(both, x, y, twice).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_alike(*pair.states)
+
+
+@row
+def gradients_from_outside_the_forward(open_: Open) -> None:
+    """They come when the graph has handed its own over, on one rank or on all."""
+    beside_the_wrapper(open_, weighed=False, twice=False, everywhere=True)
+    beside_the_wrapper(open_, weighed=False, twice=False, everywhere=False)
+
+
+@row
+def gradients_from_outside_that_are_weighed_and_gathered(open_: Open) -> None:
+    beside_the_wrapper(open_, weighed=True, twice=False, everywhere=True)
+
+
+@row
+def two_forwards_and_one_backward(open_: Open) -> None:
+    beside_the_wrapper(open_, weighed=False, twice=True, everywhere=True)
+    beside_the_wrapper(open_, weighed=True, twice=True, everywhere=True)
+
+
 @row
 def join(open_: Open) -> None:
     pair = Compiled([open_(), open_()], "mlp", "sgd")
@@ -234,8 +277,7 @@ def test_a_weight_that_such_a_graph_does_not_know_of_is_refused() -> None:
         pair.compiled(batch(0, 0)[0])
 
 
-# torch's own, from Dynamo
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@no_instances
 def test_a_weight_around_the_first_call_makes_a_graph_that_knows_of_it() -> None:
     pair = Compiled([alone(), alone()], "mlp", "sgd")
     for ddp, model in ((pair.ddp, pair.compiled), (pair.eager, pair.eager)):
@@ -248,6 +290,7 @@ def test_a_weight_around_the_first_call_makes_a_graph_that_knows_of_it() -> None
 
 
 def test_a_strict_wrapper_is_split_by_buckets_as_torchs_is() -> None:
+    torch.compiler.reset()  # else Dynamo may have had enough of the wrapper's forward
     paceline.ddp.set_strict(True)
     try:
         ddp = paceline.DistributedDataParallel(Stack(), process_group=alone(), bucket_cap_mb=2)
@@ -258,31 +301,8 @@ def test_a_strict_wrapper_is_split_by_buckets_as_torchs_is() -> None:
     assert counter.frame_count == 4
 
 
-def run_rows(meeting: Meeting, engine: str, names: list[str]) -> dict[str, str]:
-    """What each row raised, or nothing."""
-    torch.set_num_threads(1)
-    results: dict[str, str] = {}
-    opened: list[Group] = []
-
-    def open_() -> Group:
-        store = dist.PrefixStore(f"group{len(opened)}", meeting.store())
-        opened.append(
-            paceline.new_group(engine, store=store, rank=meeting.rank, world_size=meeting.size)
-        )
-        return opened[-1]
-
-    for name in names:
-        torch._dynamo.reset()
-        try:
-            ROWS[name](open_)
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-            break  # the other rank may wait for this one
-    return results
-
-
 QUICK = [
+    "gradients_from_outside_the_forward",
     "a_conv_net_with_batchnorm",
     "unused_parameters",
     "no_sync_and_weights",
@@ -291,32 +311,23 @@ QUICK = [
 ]
 
 
-def check(results: list[dict[str, str]], name: str) -> None:
-    for rank, found in enumerate(results):
-        assert found.get(name, "not reached") == "", f"rank {rank}: {found.get(name)}"
-
-
 @pytest.fixture(scope="module")
-def over_shm() -> list[dict[str, str]]:
-    return spawn_ranks(2, run_rows, "shm", QUICK, deadline=DEADLINE)
+def quick() -> Results:
+    return launch(__name__, QUICK)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_compiled_wrapper_does_what_an_eager_one_does(
-    over_shm: list[dict[str, str]], name: str
-) -> None:
-    check(over_shm, name)
+def test_a_compiled_wrapper_does_what_an_eager_one_does(quick: Results, name: str) -> None:
+    check(quick, name)
+
+
+REST = [name for name in ROWS if name not in QUICK]
+OVER_GLOO = [f"{name}@gloo" for name in ("an_mlp", "a_conv_net_with_batchnorm", "join")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        ("shm", [name for name in ROWS if name not in QUICK]),
-        ("gloo", ["an_mlp", "a_conv_net_with_batchnorm", "join"]),
-    ],
-)
-def test_so_it_does_in_every_other_way(engine: str, names: list[str]) -> None:
-    results = spawn_ranks(2, run_rows, engine, names, deadline=DEADLINE)
+@pytest.mark.parametrize("names", [REST, OVER_GLOO])
+def test_so_it_does_in_every_other_way(names: list[str]) -> None:
+    results = launch(__name__, names)
     for name in names:
         check(results, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from paceline.compiled import (
@@ -21,10 +23,11 @@ from paceline.compiled import (
 )
 from paceline.errors import HookRefusedError, HookResultError
 
+from .marks import needs_compiler, no_instances
+
 pytestmark = [
     pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE),
-    # Dynamo makes an object of every autograd.Function it traces
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    no_instances,
 ]
 Log = list[Any]
 
@@ -113,6 +116,7 @@ def test_a_hook_of_a_module_whose_inputs_need_no_gradient_is_called() -> None:
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_inductor_keeps_hooks() -> None:
     wanted: Log = []
     found: Log = []
@@ -240,3 +244,30 @@ def test_a_hook_that_returns_another_number_of_gradients_is_an_error_with_its_mo
     with keep_hooks(module), pytest.raises(HookResultError) as caught:
         module(torch.ones(1, 4)).sum().backward()
     assert (caught.value.module, caught.value.given, caught.value.returned) == ("1", 1, 2)
+
+
+def test_hooks_that_are_kept_again_do_not_compile_again() -> None:
+    log: Log = []
+    module = watched(log)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with keep_hooks(module):
+            train(module, compiled, True)
+    assert counter.frame_count == 1
+    twin = copy.deepcopy(module)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in module.modules()]
+    assert twin[1].forward.__self__ is twin[1]
+
+
+def test_a_forward_that_belongs_to_one_object_comes_back() -> None:
+    module = watched([])
+    usual = module[1].forward
+
+    def doubled(x: Tensor) -> Tensor:
+        return usual(x) * 2
+
+    module[1].forward = doubled
+    with keep_hooks(module):
+        assert module[1].forward is not doubled
+    assert module[1].forward is doubled

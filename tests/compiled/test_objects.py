@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import HashStore, ReduceOp
 
 from paceline import Group, current_process_group, new_group, process_group
 from paceline.compiled import UNAVAILABLE
-from paceline.testing import Meeting, run_ranks, spawn_ranks
+from paceline.testing import run_ranks
 
 from . import rows
 
@@ -37,13 +37,6 @@ def fake(rank: int = 0, size: int = 4) -> Group:
     return new_group("fake", store=HashStore(), rank=rank, world_size=size)
 
 
-def heard(group: Group) -> list[str]:
-    """A list that grows with every collective of ``group``."""
-    calls: list[str] = []
-    group.register_hooks(before=lambda call: calls.append(call.kind))
-    return calls
-
-
 def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Any, Any]:
     counter = Counter(backend)
     return torch.compile(function, backend=counter, fullgraph=True), counter
@@ -61,7 +54,7 @@ def reduce_and_tell(x: Tensor, group: Group) -> Tensor:
 def test_one_compile_serves_groups_of_equal_rank_and_size_and_each_call_uses_its_own() -> None:
     function, counter = compiled(reduce_and_tell)
     groups = [fake(), fake(), fake()]
-    calls = [heard(group) for group in groups]
+    calls = [rows.heard(group) for group in groups]
     for number, group in enumerate(groups):
         function(torch.ones(3), group)
         assert [len(c) for c in calls] == [1] * (number + 1) + [0] * (2 - number)
@@ -74,7 +67,7 @@ def test_a_group_of_another_rank_or_size_compiles_again(other: tuple[int, int]) 
     function, counter = compiled(reduce_and_tell)
     function(torch.ones(3), fake())
     group = fake(*other)
-    calls = heard(group)
+    calls = rows.heard(group)
     assert torch.equal(function(torch.ones(3), group), reduce_and_tell(torch.ones(3), group))
     assert counter.frame_count == 2
     assert calls == ["all_reduce", "all_reduce"]
@@ -148,6 +141,93 @@ def test_a_group_comes_back_as_the_object_that_was_given() -> None:
         assert function(torch.ones(1), group)[1] is group
 
 
+def other_members(group: Group) -> Group:
+    """Of the same rank and size, with other ranks in it."""
+    group._members = tuple(member + 4 for member in group.members)
+    return group
+
+
+def test_what_torch_tells_of_a_group_is_guarded_too() -> None:
+    def facts(x: Tensor, group: Group) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        return x + 1, ranks, dist.get_global_rank(group, 1), dist.get_group_rank(group, ranks[2])
+
+    function, _ = compiled(facts, "eager")
+    world = fake(0, 8).register(default=True)
+    try:
+        for group in (fake(), other_members(fake()), fake()):
+            with group.register():
+                assert function(torch.ones(1), group)[1:] == facts(torch.ones(1), group)[1:]
+    finally:
+        world.shutdown()
+
+
+def test_a_group_is_written_as_it_writes_itself() -> None:
+    def write(x: Tensor, group: Group) -> Any:
+        return x + 1, repr(group), str(group), f"{group}"
+
+    if torch.__version__ < "2.13":
+        pytest.skip("Dynamo of older torch writes a stand-in")
+    function, _ = compiled(write, "eager")
+    closed = fake()
+    closed.shutdown()
+    for group in (fake(), closed, fake()):
+        assert function(torch.ones(1), group)[1:] == (repr(group),) * 3
+
+
+# -- torch.distributed's functions ----------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 sees torch's group there")
+def test_a_call_without_a_group_goes_to_the_default_group() -> None:
+    def reduce(x: Tensor) -> Tensor:
+        y = x * 2
+        work = dist.all_reduce(y, async_op=True)
+        dist.barrier()
+        work.wait()
+        return y
+
+    function, _ = compiled(reduce)
+    for _ in range(2):
+        group = fake().register(default=True)
+        calls = rows.heard(group)
+        try:
+            function(torch.ones(2))
+            assert calls == ["all_reduce", "barrier"]
+        finally:
+            group.shutdown()
+
+
+def test_a_group_needs_no_name_for_torchs_functions() -> None:
+    def talk(x: Tensor, group: Group) -> Tensor:
+        y = x * 2
+        dist.all_reduce(y, ReduceOp.MAX, group)
+        works = [dist.isend(y, group=group, group_dst=1), dist.barrier(group, True)]
+        for work in works:
+            work.wait()
+        dist.reduce(y, group_dst=2, op=ReduceOp.AVG, group=group)
+        return y
+
+    group = fake()
+    calls = rows.heard(group)
+    compiled(talk)[0](torch.ones(2), group)
+    assert calls == ["all_reduce", "send", "barrier", "reduce"]
+
+
+def test_a_root_that_is_named_in_no_way_is_refused_as_in_eager_mode() -> None:
+    def ask(x: Tensor, group: Group) -> Tensor:
+        dist.broadcast(x, group=group)
+        return x
+
+    group = fake().register(default=True)
+    try:
+        for function in (ask, torch.compile(ask, backend="eager")):
+            with pytest.raises(ValueError, match="Must specify"):
+                function(torch.ones(2), group)
+    finally:
+        group.shutdown()
+
+
 # -- the current group ----------------------------------------------------------------------------
 
 
@@ -159,7 +239,7 @@ def test_the_current_group_is_that_of_each_call() -> None:
 
     function, _ = compiled(ask)
     groups = [fake(0), fake(1), fake(0)]
-    calls = [heard(group) for group in groups]
+    calls = [rows.heard(group) for group in groups]
     for number, group in enumerate(groups):
         with process_group(group):
             assert function(torch.zeros(1)) == group.rank()
@@ -185,80 +265,6 @@ def test_a_group_entered_in_the_graph_is_current_there_and_not_after_it() -> Non
 
 
 # -- collectives ----------------------------------------------------------------------------------
-
-
-def every_collective(x: Tensor, group: Group) -> list[Tensor]:
-    """Each collective once, each result in the list."""
-    n, me = group.size(), group.rank()
-    flat = torch.cat([x + r for r in range(n)])
-    made = [x.clone() for _ in range(6)]
-    group.all_reduce(made[0], ReduceOp.AVG)
-    group.all_reduce(made[1], ReduceOp.MAX, timeout=20.0)
-    group.reduce(made[2], 0)
-    group.broadcast(made[3], 1)
-    group.all_reduce_coalesced(made[4:6]).wait()
-    gathered, scattered = x.new_empty(n * x.numel()), torch.empty_like(x)
-    group.all_gather_single(gathered, x)
-    group.reduce_scatter_single(scattered, flat)
-    lists = [torch.empty_like(x) for _ in range(n)]
-    group.all_gather(lists, x)
-    reduced = torch.empty_like(x)
-    group.reduce_scatter(reduced, [x + r for r in range(n)])
-    swapped = torch.empty_like(flat)
-    group.all_to_all_single(swapped, flat)
-    split = torch.empty_like(flat)
-    sizes = [x.numel()] * n
-    group.all_to_all_single(split, flat, sizes, sizes)
-    each = [torch.empty_like(x) for _ in range(n)]
-    group.all_to_all(each, [x + r for r in range(n)])
-    roots = [torch.empty_like(x) for _ in range(n)] if me == 0 else []
-    group.gather(roots, x, 0)
-    taken = torch.empty_like(x)
-    group.scatter(taken, [x + r for r in range(n)] if me == 0 else [], 0)
-    group.barrier()
-    passed = torch.empty_like(x)
-    if me == 0:
-        group.send(x, 1)
-    elif me == 1:
-        group.recv(passed, 0)
-    return [*made, gathered, scattered, *lists, reduced, swapped, split, *each, *roots, taken] + (
-        [passed] if me == 1 else []
-    )
-
-
-def collectives_twice(group: Group) -> bool:
-    calls = heard(group)
-    x = torch.arange(3.0) + 10 * group.rank()
-    eager, wanted = every_collective(x, group), list(calls)
-    calls.clear()
-    got = torch.compile(every_collective, backend="aot_eager", fullgraph=True)(x, group)
-    return len(eager) == len(got) and all(map(torch.equal, eager, got)) and calls == wanted
-
-
-def overlapped(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    first, second = x * 2, x * 3
-    works = [group.all_reduce(t, async_op=True) for t in (first, second)]
-    z = x.cos()
-    works[1].wait()
-    works[0].wait()
-    return first + z, second
-
-
-def overlap(group: Group, compiler: str = "aot_eager") -> bool:
-    x = torch.arange(4.0) + group.rank()
-    function = torch.compile(overlapped, backend=compiler, fullgraph=True)
-    return all(map(torch.allclose, function(x, group), overlapped(x, group)))
-
-
-def overlap_by_inductor(meeting: Meeting, backend: str) -> bool:
-    with meeting.new_group(backend) as group:
-        return overlap(group, "inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_inductor_keeps_started_collectives_right(backend: str) -> None:
-    assert spawn_ranks(2, overlap_by_inductor, backend, deadline=300) == [True, True]
 
 
 def test_ranks_that_are_threads_run_compiled_collectives() -> None:
@@ -295,7 +301,7 @@ def test_a_collective_whose_result_nobody_uses_is_still_made() -> None:
 
     function, _ = compiled(ignore)
     group = fake()
-    calls = heard(group)
+    calls = rows.heard(group)
     function(torch.ones(2), group)
     assert calls == ["all_reduce", "barrier"]
 
@@ -329,65 +335,6 @@ def test_gradients_pass_a_collective_in_the_graph_as_they_do_in_eager_mode() -> 
     assert torch.equal(*grads)
 
 
-class Averaged(torch.autograd.Function):
-    """Identity whose gradient is averaged over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.clone()
-        ctx.group.all_reduce(grad, ReduceOp.AVG, async_op=True).wait()
-        return grad, None
-
-
-def averaged_gradients(group: Group) -> bool:
-    model = nn.Linear(4, 4)
-    nn.init.constant_(model.weight, 0.5)
-    x = torch.arange(8.0).view(2, 4) + group.rank()
-
-    def loss(x: Tensor) -> Tensor:
-        return Averaged.apply(model(x), group).square().sum()
-
-    found = []
-    for call in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        model.zero_grad()
-        call(x).backward()
-        found.append(model.weight.grad.clone())  # type: ignore[union-attr]
-    return torch.equal(*found)
-
-
-def on_two_processes(meeting: Meeting, backend: str) -> dict[str, bool]:
-    with meeting.new_group(backend) as group:
-        ways = (collectives_twice, overlap, averaged_gradients)
-        return {way.__name__: way(group) for way in ways}
-
-
-@pytest.fixture(scope="module", params=["shm", "gloo"])
-def processes(request: pytest.FixtureRequest) -> list[dict[str, bool]]:
-    """What two processes found, over a group of each backend."""
-    return spawn_ranks(2, on_two_processes, request.param, deadline=240)
-
-
-def test_every_collective_does_in_one_graph_what_it_does_in_eager_mode(
-    processes: list[dict[str, bool]],
-) -> None:
-    assert all(found["collectives_twice"] for found in processes)
-
-
-def test_works_are_awaited_inside_the_graph_in_any_order(processes: list[dict[str, bool]]) -> None:
-    assert all(found["overlap"] for found in processes)
-
-
-def test_a_backward_pass_communicates_from_inside_its_graph(
-    processes: list[dict[str, bool]],
-) -> None:
-    assert all(found["averaged_gradients"] for found in processes)
-
-
 LONG = timedelta(seconds=30)
 
 
@@ -417,31 +364,6 @@ def test_what_cannot_be_traced_is_a_graph_break_and_right() -> None:
     assert rows.same(got, gather(torch.ones(2), group))
 
 
-# -- the table ------------------------------------------------------------------------------------
-
-COMPILED_ONCE_EACH = {"a group as a dictionary key", "functional collective", "`g == h`, `g is h`"}
-BROKEN = {"`dist.all_reduce(..., async_op=True)`", "a group after `torch._dynamo.graph_break()`"}
-
-
-def measured(meeting: Meeting, backend: str) -> dict[str, str]:
-    return rows.measure_groups(rows.of_paceline(meeting, backend))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 and 2.12 share and compare less")
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_every_row_about_groups_is_one_graph_and_right_for_each_group(backend: str) -> None:
-    for verdicts in spawn_ranks(2, measured, backend, deadline=240):
-        for title, found in verdicts.items():
-            if title in BROKEN:
-                assert found == rows.BREAKS, title
-            elif title in COMPILED_ONCE_EACH:
-                assert found == f"{rows.ONE_GRAPH}, 3 compiled", title
-            elif title.startswith("the default group"):
-                assert found == f"{rows.ONE_GRAPH}, 1 compiled", title
-            else:
-                assert found == f"{rows.ONE_GRAPH}, 2 compiled", title
-
-
 # -- around it ------------------------------------------------------------------------------------
 
 
@@ -465,10 +387,16 @@ def test_torchs_own_groups_trace_as_before() -> None:
         dist.all_reduce(y, ReduceOp.SUM, group)
         return y
 
+    def start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        return x
+
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         function, counter = compiled(reduce)
         assert torch.equal(function(torch.ones(2), dist.group.WORLD), torch.full((2,), 2.0))
         assert counter.frame_count == 1
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="async_op=True"):
+            compiled(start)[0](torch.ones(2), dist.group.WORLD)
     finally:
         dist.destroy_process_group()

@@ -16,12 +16,7 @@ from paceline.compiled import explain, train_step
 from paceline.compiled.schedule import Does, Entry, launch_early, launches_between, read_code
 from paceline.errors import NotPlannedError
 
-
-@pytest.fixture(autouse=True)
-def _nobody_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads leave behind which wrapper was in its forward; Dynamo asks for it."""
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-
+from .marks import needs_compiler, no_instances
 
 CODE = """
     def call(self, args):
@@ -116,6 +111,7 @@ def test_a_group_of_one_has_nothing_to_plan() -> None:
         step.plan(torch.ones(4, 32))
 
 
+@needs_compiler
 def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     ddp = deep(peerless())
 
@@ -137,8 +133,8 @@ def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     assert all("mm" not in entry.what for entry in schedule[settle:])  # only the update is behind
 
 
-# torch's own, from Dynamo
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@no_instances
+@needs_compiler
 def test_a_compiled_wrapper_launches_between_the_matmuls_of_its_backward_graph() -> None:
     ddp = deep(peerless())
     compiled = torch.compile(ddp, fullgraph=True)

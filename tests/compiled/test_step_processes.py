@@ -1,14 +1,8 @@
-"""Steps that are really compiled, on two processes: each row works and equals eager mode.
-
-All rows of one engine run in the same two processes, one after the other; starting and importing
-costs more than a row does.
-"""
+"""Steps that are really compiled, on two processes: each row works and equals eager mode."""
 
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,17 +15,16 @@ from torch._dynamo.utils import counters
 import paceline
 from paceline.compiled import train_step
 from paceline.errors import ModuleArgumentError
-from paceline.groups import Group
 from paceline.testing import Meeting, spawn_ranks
 
+from .marks import needs_compiler
+from .ranks import Open, Opener, Results, Row, check, launch
 from .steps import Pair, assert_alike, batch, loss_of, state, torch_ddp_states
 
-DEADLINE = 300.0
-Open = Callable[[], Group]
-ROWS: dict[str, Callable[[Open], Any]] = {}
+ROWS: dict[str, Row] = {}
 
 
-def row(function: Callable[[Open], Any]) -> Callable[[Open], Any]:
+def row(function: Row) -> Row:
     ROWS[function.__name__] = function
     return function
 
@@ -216,6 +209,7 @@ def backward_hooks_of_modules(open_: Open) -> None:
     train(pair, 3)
     compare(pair)
     assert len(seen) == 6
+    assert graphs(pair) == 1  # the gates of a module stay what they were
     for handle in handles:
         handle.remove()
     train(pair, 2)
@@ -277,36 +271,6 @@ def a_hook_that_cannot_be_kept(open_: Open) -> None:
 # -- running them -----------------------------------------------------------------------------
 
 
-def run_rows(meeting: Meeting, engine: str, names: list[str]) -> dict[str, str]:
-    """What each row raised, or nothing."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results: dict[str, str] = {}
-    opened: list[Group] = []
-
-    def open_() -> Group:
-        base = paceline.new_group(
-            engine,
-            store=dist.PrefixStore(f"group{len(opened)}", meeting.store()),
-            rank=meeting.rank,
-            world_size=meeting.size,
-        )
-        opened.append(base)
-        return base
-
-    for name in names:
-        torch._dynamo.reset()
-        counters.clear()
-        try:
-            ROWS[name](open_)
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-            break  # the other rank may wait for this one
-    dist.destroy_process_group()
-    return results
-
-
 PARITY = ["an_mlp", "a_transformer", "a_conv_net_with_batchnorm"]
 QUICK = [
     "an_mlp",
@@ -318,34 +282,25 @@ QUICK = [
     "batches_of_any_size",
     "a_loss_that_cannot_be_traced",
 ]
-SLOW = [name for name in ROWS if name not in QUICK]
-
-
-def check(results: list[dict[str, str]], name: str) -> None:
-    for rank, found in enumerate(results):
-        assert found.get(name, "not reached") == "", f"rank {rank}: {found.get(name)}"
+REST = [name for name in ROWS if name not in QUICK]
+OVER_GLOO = [f"{name}@gloo" for name in (*PARITY, "a_group_of_torchs_own")]
+QUICK.append("an_mlp@gloo")
 
 
 @pytest.fixture(scope="module")
-def over_shm() -> list[dict[str, str]]:
-    return spawn_ranks(2, run_rows, "shm", QUICK, deadline=DEADLINE)
+def quick() -> Results:
+    return launch(__name__, QUICK)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_compiled_step_equals_an_eager_one(over_shm: list[dict[str, str]], name: str) -> None:
-    check(over_shm, name)
-
-
-def test_over_gloo_it_does_so_too() -> None:
-    check(spawn_ranks(2, run_rows, "gloo", ["an_mlp"], deadline=DEADLINE), "an_mlp")
+def test_a_compiled_step_equals_an_eager_one(quick: Results, name: str) -> None:
+    check(quick, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "names"), [("shm", SLOW), ("gloo", [*PARITY, "a_group_of_torchs_own"])]
-)
-def test_so_it_does_in_every_other_way(engine: str, names: list[str]) -> None:
-    results = spawn_ranks(2, run_rows, engine, names, deadline=DEADLINE)
+@pytest.mark.parametrize("names", [REST, OVER_GLOO])
+def test_so_it_does_in_every_other_way(names: list[str]) -> None:
+    results = launch(__name__, names)
     for name in names:
         check(results, name)
 
@@ -356,16 +311,16 @@ def test_so_it_does_in_every_other_way(engine: str, names: list[str]) -> None:
 def run_inductor(meeting: Meeting, engine: str, folder: str) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with meeting.new_group(engine) as first, meeting.new_group(engine) as second:
-        for model in ("mlp", "transformer", "conv"):
-            spare = iter([first.split([0, 1]), second.split([0, 1])])
-            parity(lambda spare=spare: next(spare), model, "inductor")  # type: ignore[misc]
-        first.barrier()
+    open_ = Opener(meeting)
+    open_.engine = engine
+    for model in ("mlp", "transformer", "conv"):
+        parity(open_, model, "inductor")
     dist.destroy_process_group()
     return int(counters["inductor"]["fxgraph_cache_hit"])
 
 
 @pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize("engine", ["shm", "gloo"])
 def test_inductors_steps_equal_eager_ones_and_ranks_share_what_is_compiled(
     engine: str, tmp_path: Any

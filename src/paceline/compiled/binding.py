@@ -67,7 +67,10 @@ class Binding:
     def numbers(self) -> Tensor:
         """What the classes need to know in this step, a row for each."""
         rows = [updates.numbers_of(self._optimizer, found) for found in self.classes]
-        return torch.tensor(rows, dtype=torch.float64).to(self.params[0].device)
+        device = self.params[0].device
+        # From memory that is not pinned, a copy waits for all that the GPU has yet to do.
+        rows_here = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
+        return rows_here.to(device, non_blocking=True)
 
     def held(self) -> list[Tensor | None]:
         """By slot, gradients that were gathered and are not averaged; empty if there are none."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._opaque_base import OpaqueBase
+from torch.library import Library, register_fake
 from torch.nn.modules import module as torch_modules
 from typing_extensions import Self
 
@@ -30,7 +31,7 @@ from ..errors import HookRefusedError, HookResultError, UnsupportedError
 from . import torch_private
 
 Gradients = tuple["Tensor | None", ...]
-_library = torch.library.Library("paceline", "FRAGMENT")
+_library = Library("paceline", "FRAGMENT")
 
 
 # -- what runs when gradients pass ----------------------------------------------------------------
@@ -62,9 +63,21 @@ class ModulePassage:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self._module = module
-        self.before: dict[int, Any] = dict(module._backward_pre_hooks)
-        self.after: dict[int, Any] = dict(module._backward_hooks)
+        self.before: dict[int, Any] = {}
+        self.after: dict[int, Any] = {}
         self._outputs: dict[int, Gradients] = {}  # by call, until the gradients have passed
+
+    def take(self) -> None:
+        """Take the hooks over from the module."""
+        module, self._outputs = self._module, {}
+        self.before, self.after = dict(module._backward_pre_hooks), dict(module._backward_hooks)
+        module._backward_pre_hooks.clear()
+        module._backward_hooks.clear()
+
+    def give_back(self) -> None:
+        """Give them back to it."""
+        self._module._backward_pre_hooks.update(self.before)
+        self._module._backward_hooks.update(self.after)
 
     def leave(self, call: int, gradients: Gradients, unentered: int) -> Gradients:
         for hook in list(self.before.values()):
@@ -166,7 +179,7 @@ def _offer() -> str:
     ):
         _library.define(f"{operator}{schema}")
         _library.impl(operator, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"paceline::{operator}", shapes, lib=_library)
+        register_fake(f"paceline::{operator}", shapes, lib=_library)
         torch_private.keep_in_order(_library, f"paceline::{operator}")
     return ""
 
@@ -180,14 +193,18 @@ def _shapes(
 UNAVAILABLE = _offer()
 
 
-class _Leaving(torch.autograd.Function):
-    """The outputs of a module; its backward comes before the module's."""
+class _Passing(torch.autograd.Function):
+    """What passes a gate, unchanged."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
         ctx.gate, ctx.where = gate, where
         ctx.save_for_backward(call)
         return tuple(t.view_as(t) for t in tensors)
+
+
+class _Leaving(_Passing):
+    """The outputs of a module; its backward comes before the module's."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -196,14 +213,8 @@ class _Leaving(torch.autograd.Function):
         return None, None, None, *new
 
 
-class _Entering(torch.autograd.Function):
+class _Entering(_Passing):
     """The inputs of a module; its backward comes after the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Gate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
-        ctx.gate, ctx.where = gate, where
-        ctx.save_for_backward(call)
-        return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -235,8 +246,9 @@ def _through(
 class _GatedForward:
     """A module's forward between its gates."""
 
-    def __init__(self, gate: Gate, forward: Callable[..., Any]) -> None:
-        self.gate = gate
+    def __init__(self, passage: ModulePassage, forward: Callable[..., Any]) -> None:
+        self.passage = passage
+        self.gate = Gate(passage)
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,14 +269,16 @@ class _GatedForward:
 class KeptHooks:
     """What :func:`keep_hooks` did to a model; ``remove`` undoes it."""
 
-    gated: dict[nn.Module, ModulePassage]
+    gated: dict[nn.Module, _GatedForward]
+    own: dict[nn.Module, Any]  # forwards that belong to one object, not to its class
 
     def remove(self) -> None:
         """Give the modules their hooks and their forward back."""
-        for module, passage in self.gated.items():
+        for module, gated in self.gated.items():
             del module.__dict__["forward"]
-            module._backward_pre_hooks.update(passage.before)
-            module._backward_hooks.update(passage.after)
+            if module in self.own:
+                module.__dict__["forward"] = self.own[module]
+            gated.passage.give_back()
         self.gated.clear()
 
     def __enter__(self) -> Self:
@@ -288,14 +302,33 @@ def keep_hooks(model: nn.Module) -> KeptHooks:
     if UNAVAILABLE:
         raise UnsupportedError("torch.compile", "hooks inside a graph", f"{UNAVAILABLE}.")
     refuse_hooks(model, gated=True)
-    gated = {}
+    kept = KeptHooks({}, {})
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            passage = gated[module] = ModulePassage(name or type(module).__name__, module)
-            module._backward_pre_hooks.clear()
-            module._backward_hooks.clear()
-            module.__dict__["forward"] = _GatedForward(Gate(passage), module.forward)
-    return KeptHooks(gated)
+            gated = kept.gated[module] = _gated(name or type(module).__name__, module)
+            gated.passage.take()
+            if "forward" in module.__dict__:
+                kept.own[module] = module.__dict__["forward"]
+            module.__dict__["forward"] = gated
+    return kept
+
+
+class _Remembered:
+    """The gates of a module, for the next time: compiled code holds for these very gates."""
+
+    def __init__(self, gated: _GatedForward) -> None:
+        self.gated = gated
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the module has none
+
+
+def _gated(name: str, module: nn.Module) -> _GatedForward:
+    known = module.__dict__.get("_paceline_gates")
+    if known is None or known.gated.forward != module.forward:
+        gated = _GatedForward(ModulePassage(name, module), module.forward)
+        known = module.__dict__["_paceline_gates"] = _Remembered(gated)
+    return known.gated
 
 
 def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> Gate:

@@ -13,8 +13,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import sha256
-from pathlib import Path
 
 import torch
 from torch.fx import Graph, Node
@@ -42,11 +40,6 @@ def launch_early(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.paceline.launch.default:
             move_up(node, places)
-
-
-def fingerprint() -> str:
-    """Another one when the code of this file is another."""
-    return sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def move_up(node: Node, places: dict[Node, int]) -> None:

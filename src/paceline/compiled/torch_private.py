@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.library import Library
 
 _watched: set[type] = set()  # classes whose objects are pinned when they are compared
 
@@ -159,6 +160,8 @@ def _pin_each() -> None:
         _pin(self)
         return hashed(self, tx)
 
+    if hasattr(variable, "repr_impl"):
+        _write_as_they_do(builtin.BuiltinVariable, variable)
     builtin.vt_identity_compare = object_protocol.vt_identity_compare = is_same
     variable.is_python_equal, variable.richcompare_impl = is_equal, is_compared
     variable.hash_impl = is_hashed
@@ -173,6 +176,25 @@ def _pin(*variables: Any) -> None:
         for variable in variables:
             if variable.source is not None:
                 install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _write_as_they_do(builtin: Any, variable: Any) -> None:
+    """Let ``repr`` and ``str`` of an object trace its own ``__repr__``, not that of a stand-in."""
+    write, print_ = variable.repr_impl, builtin.call_str
+
+    def written(self: Any, tx: Any) -> Any:
+        from torch._dynamo.variables.functions import UserFunctionVariable
+
+        real = getattr(self.value, "real_obj", None)
+        if type(real) not in _watched:
+            return write(self, tx)
+        return UserFunctionVariable(type(real).__repr__).call_function(tx, [self], {})
+
+    def printed(self: Any, tx: Any, arg: Any) -> Any:
+        real = getattr(getattr(arg.realize(), "value", None), "real_obj", None)
+        return written(arg, tx) if type(real) in _watched else print_(self, tx, arg)
+
+    variable.repr_impl, builtin.call_str = written, printed
 
 
 def trace_instead(function: Any, traced: Callable[..., Any]) -> None:
@@ -204,7 +226,7 @@ def never_trace(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
-def keep_in_order(library: torch.library.Library, operator: str) -> None:
+def keep_in_order(library: Library, operator: str) -> None:
     """Never drop a call of ``operator`` and never change the order of such calls.
 
     Ranks that make different calls wait for each other for ever, and a graph knows of one rank
@@ -213,6 +235,51 @@ def keep_in_order(library: torch.library.Library, operator: str) -> None:
     from torch._library.effects import EffectType
 
     library._register_effectful_op(operator, EffectType.ORDERED)
+
+
+# -- compilations ---------------------------------------------------------------------------------
+
+
+def this_compilation() -> str:
+    """Torch's name of the compilation that runs now; the backward pass of a graph has the same."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
+
+
+def uses_inductor() -> bool:
+    """Whether what is traced now will be compiled by Inductor, which keeps its code on disk."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while compiler is not None:
+        if type(compiler).__name__ == "_TorchCompileInductorWrapper":
+            return True
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        compiler = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
+    return False
+
+
+def hear_of_compilations(begins: Callable[[str], None], ends: Callable[[str], None]) -> None:
+    """Call ``begins`` and ``ends`` with the name of every compilation, failed ones included.
+
+    To be called during each: torch forgets it when Dynamo is reset.
+    """
+    from torch._dynamo.callback import callback_handler as handler
+
+    if not any(getattr(heard, "is_for", None) == begins for heard in handler.start_callbacks):
+        handler.register_start_callback(_Heard(begins))
+        handler.register_end_callback(_Heard(ends))
+
+
+class _Heard:
+    """A callback of ours, to be told from others."""
+
+    def __init__(self, is_for: Callable[[str], None]) -> None:
+        self.is_for = is_for
+
+    def __call__(self, told: Any) -> None:
+        self.is_for(told.compile_id)
 
 
 # -- graphs -----------------------------------------------------------------------------------

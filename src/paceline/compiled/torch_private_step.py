@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph
 from torch.optim import Optimizer
 
-from . import schedule
+from . import channels_last, schedule
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,17 +57,24 @@ def inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options for Inductor under which the order that ``schedule.py`` sets is the one that runs."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class LaunchEarly(CustomGraphPass):
+    class InOrder(CustomGraphPass):
         """Inductor finds graphs in its cache by :meth:`uuid` too."""
 
         def __call__(self, graph: Graph) -> None:
+            channels_last.order_convolutions(graph)
             schedule.launch_early(graph)
 
         def uuid(self) -> str:
-            return schedule.fingerprint()
+            return _fingerprint()
 
-    order = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": LaunchEarly()}
-    return {**order, **given}
+    return {"post_grad_custom_post_pass": InOrder(), **given}
+
+
+@cache
+def _fingerprint() -> str:
+    """Another one when the code of the passes is another."""
+    files = [Path(str(module.__file__)) for module in (channels_last, schedule)]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def note_step(optimizer: Optimizer) -> None:

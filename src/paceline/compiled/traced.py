@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed import Work as TorchWork
+from torch.library import Library, register_fake
 
 from ..errors import UnsupportedError
 from ..groups import Group
@@ -36,7 +37,7 @@ _CALL = (
     "(Tensor[] inputs, Tensor[] outputs, str kind, str reduction, SymInt root, SymInt tag, "
     "SymInt[] input_splits, SymInt[] output_splits, float timeout, {group} group)"
 )
-_library = torch.library.Library("paceline", "FRAGMENT")
+_library = Library("paceline", "FRAGMENT")
 
 
 # -- what runs --------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def define_operators(group_type: str) -> None:
     ):
         _library.define(f"{name}{schema}")
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"paceline::{name}", shapes, lib=_library)
+        register_fake(f"paceline::{name}", shapes, lib=_library)
         torch_private.keep_in_order(_library, f"paceline::{name}")
 
 

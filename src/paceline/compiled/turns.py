@@ -2,16 +2,30 @@
 
 Compiled code is kept on disk, for all processes of a host. When all ranks compile at once, all do
 the same work, and whoever is done first waits in a collective whose timeout was never meant for
-that. So the first rank of each host compiles while the others wait, then the others find what it
-left, and only then the first collective of a step begins. Both waits have a timeout of their own.
+that. So one rank of each host compiles while the others wait, and then they find what it left.
+
+In a compiled step every rank takes part, so barriers say whose turn it is (:class:`Turns`). Of
+``torch.compile(ddp)`` nobody knows which ranks do so, and when; there a locked file says that
+somebody on this host compiles (:class:`WrapperTurns`), and a process that dies leaves none locked.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import tempfile
+import time
 from datetime import timedelta
+from pathlib import Path
 
 from ..ddp import DistributedDataParallel
+from ..groups import Group
+from . import torch_private
+from .settings import Settings
+
+_LOOK = 0.02  # seconds between two looks at a lock
+_NO_FILE = -1
 
 
 class Turns:
@@ -46,3 +60,102 @@ class Turns:
         if self._leads:
             self._group.barrier(self._timeout)
         self._group.barrier(self._timeout)
+
+
+# -- torch.compile(ddp) -----------------------------------------------------------------------
+
+
+class HostTurn:
+    """A turn among the processes of a host that know the same ``path``.
+
+    The first one that asks for it has it alone. Those that ask meanwhile wait for the end of it,
+    ``timeout`` at most, and then go on together.
+    """
+
+    def __init__(self, path: Path, timeout: timedelta) -> None:
+        self._path, self._timeout = path, timeout
+        self._file = _NO_FILE
+
+    def take(self) -> None:
+        """Wait for this process's turn; nothing happens while it has one."""
+        if self._file != _NO_FILE:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError:  # nothing can be kept there either, so there is nothing to wait for
+            return
+        until = time.monotonic() + self._timeout.total_seconds()
+        free = self._lock(fcntl.LOCK_EX)
+        while not free and time.monotonic() < until:
+            time.sleep(_LOOK)
+            free = self._lock(fcntl.LOCK_SH)
+
+    def give_back(self) -> None:
+        """Let the others go on."""
+        if self._file != _NO_FILE:
+            self._lock(fcntl.LOCK_UN)  # processes that were forked meanwhile have it open too
+            os.close(self._file)
+            self._file = _NO_FILE
+
+    def _lock(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+class WrapperTurns:
+    """This process's turns at compiling wrappers, forward and backward."""
+
+    def __init__(self) -> None:
+        self._compilations: set[str] = set()  # those of wrappers, by torch's names
+        self._turn: HostTurn | None = None
+        self._timeout = Settings().compile_timeout
+
+    def take(self, ddp: DistributedDataParallel) -> None:
+        """Called while Dynamo traces a wrapper that will be averaged."""
+        group = ddp._replica.group
+        if group.backend == "threads" or not torch_private.uses_inductor():
+            return  # there is one process, or nothing is kept
+        self._compilations.add(torch_private.this_compilation())
+        torch_private.hear_of_compilations(self._begins, self._ends)
+        self._take()
+        _be_patient(ddp, group, self._timeout)
+
+    def _begins(self, compilation: str) -> None:
+        if compilation in self._compilations:  # the backward pass of one
+            self._take()
+
+    def _ends(self, compilation: str) -> None:
+        if self._turn is not None:
+            self._turn.give_back()
+
+    def _take(self) -> None:
+        if self._turn is None:
+            self._turn = HostTurn(_place(), self._timeout)
+        self._turn.take()
+
+
+def _be_patient(ddp: DistributedDataParallel, group: Group, timeout: timedelta) -> None:
+    """Until a first pass is over, other ranks may be as late as compiling makes them."""
+    usual, reducer = group.timeout, ddp._replica.reducer
+    if usual >= timeout or reducer.passes:
+        return
+
+    def be_as_usual(_done: object) -> None:
+        if group.timeout == timeout:
+            group.set_timeout(usual)
+
+    group.set_timeout(timeout)
+    reducer.after_pass.append(be_as_usual)
+
+
+def _place() -> Path:
+    """The file that the ranks of this job have in common; it stays, and is empty."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    job = [os.environ.get(name, "") for name in names]
+    digest = hashlib.sha256("/".join(job).encode()).hexdigest()[:2]
+    usual = Path(tempfile.gettempdir(), f"paceline_{os.getuid()}")
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual), f"compiling-{digest}.lock")

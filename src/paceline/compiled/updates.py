@@ -250,7 +250,8 @@ def _adam(
         torch._foreach_maximum_(state["max_exp_avg_sq"], squares)
         squares = state["max_exp_avg_sq"]
     roots = torch._foreach_div(torch._foreach_sqrt(squares), n[5])
-    steps = torch._foreach_div(means, torch._foreach_add(roots, n[6]))
+    # As a list: added as one tensor it would be read from the GPU first, and everything awaited.
+    steps = torch._foreach_div(means, torch._foreach_add(roots, [n[6]] * len(roots)))
     torch._foreach_add_(params, torch._foreach_mul(steps, -n[0]))
 
 

@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_fake
 
 from .._reducer import Handed, Pass
 from ..ddp import DistributedDataParallel, Replica, wrapper_numbered
 from ..errors import ModuleStateError
 
-library = torch.library.Library("paceline", "FRAGMENT")
+library = Library("paceline", "FRAGMENT")
 _wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()
 
 
@@ -33,6 +34,7 @@ class Wire:
         self._ddp = weakref.ref(ddp)
         self.done: Pass | None = None  # the pass of the graph that runs, when all is averaged
         self.first: Callable[[], None] = _nothing  # called before anything is sent
+        self._complete: Pass | None = None  # the pass to which a graph has given all it has
         self._gathered: dict[int, Tensor] = {}  # gradients of a pass that is not averaged
 
     @property
@@ -93,15 +95,38 @@ class Wire:
     def hand_over(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over, to be averaged in this pass or in a later one."""
         if self.replica._averages_now():
+            if self._is_followed:
+                self._end_pass()
+            self.handed.begin()
             self.handed.take(numbers, grads)
         else:
             self._gathered.update(zip(numbers, [grad.clone() for grad in grads], strict=True))
 
+    @property
+    def _is_followed(self) -> bool:
+        """Whether a backward pass came through another forward before, so that a pass is complete.
+
+        Averages of averages are right, unless they are weighed: then what comes now is late.
+        """
+        reducer = self.handed.reducer
+        complete = self._complete is not None and self._complete is reducer.latest
+        return complete and not reducer.ledger.open
+
+    def _end_pass(self) -> None:
+        self._complete = None
+        handed = self.handed
+        handed.tell(handed.finish())
+
     def average(self) -> None:
-        """Every gradient has been handed over: wait for the averages."""
+        """Every gradient of the graph has been handed over.
+
+        Averages are awaited at the end of the backward pass around it: parameters may be used
+        outside the graph too, and those gradients have yet to come.
+        """
         if self.replica._averages_now():
-            handed = self.handed
-            handed.tell(handed.finish())
+            self._complete = self.handed.reducer.latest
+            if torch._C._current_graph_task_id() == -1:
+                self._end_pass()
         else:
             gathered, self._gathered = self._gathered, {}
             self.handed.gather([gathered.get(n) for n in range(len(self.handed.reducer.params))])
@@ -181,4 +206,4 @@ _OPERATORS: tuple[tuple[str, str, Callable[..., object], Callable[..., object]],
 for _name, _schema, _kernel, _fake in _OPERATORS:
     library.define(_name + _schema)
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"paceline::{_name}", _fake, lib=library)
+    register_fake(f"paceline::{_name}", _fake, lib=library)

@@ -22,8 +22,10 @@ from torch.utils import _pytree as pytree
 
 from ..ddp import DistributedDataParallel, forward_in_graph, wrapper_numbered
 from . import reasons, torch_private, torch_private_step
+from .turns import WrapperTurns
 
 log = logging.getLogger("paceline.compiled")
+_turns = WrapperTurns()
 
 
 class _Gate(torch.autograd.Function):
@@ -72,6 +74,7 @@ def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) ->
         inputs, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (inputs, kwargs))
     if alone or not trains:
         return ddp.module(*inputs, **kwargs)
+    take_turn(ddp._number)
     return torch.func.functional_call(ddp.module, _gated(ddp), inputs, kwargs)
 
 
@@ -92,6 +95,13 @@ def why_not(number: Tensor) -> str:
 def is_alone(number: Tensor) -> bool:
     """Whether there is nobody to average with; asked when it is traced."""
     return wrapper_numbered(number)._replica.reducer.alone
+
+
+@torch_private_step.folded
+def take_turn(number: Tensor) -> bool:
+    """Wait until this rank may compile (``turns.py``); asked when it is traced."""
+    _turns.take(wrapper_numbered(number))
+    return True
 
 
 def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
