@@ -21,7 +21,7 @@ STDLIB_ONLY = frozenset({"errors"})
 # What the user sees.
 PUBLIC = frozenset(
     {"compiled", "data", "ddp", "elastic", "groups", "hooks", "install", "join"}
-    | {"metrics", "optim", "policies", "recorder", "testing"}
+    | {"integrations", "metrics", "optim", "policies", "recorder", "testing"}
 )
 
 # Top to bottom, as a gradient travels. GROUND need not be repeated in a row.
@@ -29,7 +29,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "__main__": frozenset({"cli"}),
         "cli": PUBLIC | {ROOT},
-        ROOT: PUBLIC,
+        ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
+        "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
         "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
         "ddp": frozenset({"_reducer", "groups", "hooks", "join", "policies"}),

@@ -15,27 +15,45 @@
     _reducer/      gradients in, averages out; reducer.py says how a backward pass goes
     groups/        process groups as objects; documented in groups/group.py
     _transport/    moves bytes: shared memory, how ranks meet, objects without pickle
+    recorder/      what every rank did lately; verdicts on hangs, reports
+    integrations/  for Lightning
+    cli/           the command paceline: run, demo, doctor, report, bench
     testing.py     ranks as threads and as processes, for your own tests
 """
 
+import importlib
+import sys
 from typing import Any
 
-from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim
-from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
-from .groups import (
-    Group,
-    ProcessGroup,
-    ProcessGroupFactory,
-    ReduceOp,
-    Store,
-    Work,
-    current_process_group,
-    new_group,
-    process_group,
-    register_backend,
-)
-from .install import install, uninstall
-from .join import Join, Joinable, JoinHook
+
+def _is_command_line() -> bool:
+    """Whether this process is ``paceline …`` or ``python -m paceline …`` itself.
+
+    The command line answers ``--help`` without waiting for torch: there the names below are
+    imported when somebody asks for one, by ``__getattr__``.
+    """
+    if sys.argv[:1] == ["-m"]:  # python is looking for the module that it was told to run
+        return "paceline" in sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
+    return sys.argv[0].rpartition("/")[2] == "paceline" if sys.argv else False
+
+
+if not _is_command_line():
+    from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim, recorder
+    from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
+    from .groups import (
+        Group,
+        ProcessGroup,
+        ProcessGroupFactory,
+        ReduceOp,
+        Store,
+        Work,
+        current_process_group,
+        new_group,
+        process_group,
+        register_backend,
+    )
+    from .install import install, uninstall
+    from .join import Join, Joinable, JoinHook
 
 __version__ = "0.1.0.dev0"
 
@@ -66,6 +84,7 @@ __all__ = [
     "optim",
     "parallelize",
     "process_group",
+    "recorder",
     "register_backend",
     "replica_of",
     "uninstall",
@@ -74,6 +93,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Names that PyTorch's own tests look for in the place of torch's private ones."""
+    if name in __all__:
+        return _import_late(name)
     from . import policies
 
     private = {
@@ -89,3 +110,17 @@ def __getattr__(name: str) -> Any:
     if name in private:
         return private[name]
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def _import_late(name: str) -> Any:
+    """A public name in the command line's own process, imported now."""
+    for home in ("groups", "ddp", "join"):
+        module = importlib.import_module(f".{home}", __name__)
+        if name in module.__all__:
+            return getattr(module, name)
+    if name in ("install", "uninstall"):
+        from .install import install, uninstall
+
+        globals().update(install=install, uninstall=uninstall)  # the first is a module's name too
+        return globals()[name]
+    return importlib.import_module(f".{name}", __name__)

@@ -1,0 +1,238 @@
+"""Starts this machine's ranks through torch's elastic agent, watches them, and ends them.
+
+The agent sets the environment, restarts and talks to the other machines' agents. What is ours:
+output through pipes that ``run_screen.py`` reads, how a failure is told (``run_verdict.py``), and
+that nothing is left running: every rank has a session of its own, which is ended as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from . import say
+from .run_meeting import Meeting
+from .run_screen import Reader
+from .run_verdict import Ending, Verdict, judge, read_reports, runs
+
+_NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
+_LINGER = 10.0  # seconds a rank has to end after its script has failed
+_LONE = 10.0  # seconds after which it is said that a rank has ended while others run
+_PAUSE = 0.02
+# What a rank is sent when it has to end, and the seconds it has after each.
+_ON_CTRL_C = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0))
+_ON_FAILURE = ((signal.SIGTERM, 10.0),)
+
+
+class Pipes(LogsSpecs):
+    """Named pipes for the ranks' output, and a folder for their notes; one set for each attempt."""
+
+    def __init__(self, folder: Path, reader: Reader) -> None:
+        super().__init__(str(folder))
+        self.reader = reader
+        self.attempt = Attempt(folder)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder that holds everything."""
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the pipes of one attempt; torch calls it right before the ranks start."""
+        number = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
+        folder = Path(self.root_log_dir, f"attempt-{number}-{time.monotonic_ns()}")
+        folder.mkdir()
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        self.attempt = Attempt(folder, ranks, int(envs[0]["WORLD_SIZE"]), int(number))
+        for local, env in envs.items():
+            env["PACELINE_NOTES"] = str(folder)
+            env["PACELINE_LAUNCHER"] = str(os.getpid())
+            env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{local}.json")
+        return LogsDest(
+            stdouts={local: self._pipe(folder, rank, 1) for local, rank in ranks.items()},
+            stderrs={local: self._pipe(folder, rank, 2) for local, rank in ranks.items()},
+            error_files={local: env["TORCHELASTIC_ERROR_FILE"] for local, env in envs.items()},
+        )
+
+    def _pipe(self, folder: Path, rank: int, number: int) -> str:
+        path = str(folder / f"pipe-{rank}-{number}")
+        os.mkfifo(path, 0o600)
+        self.reader.add(path, rank, number)
+        return path
+
+
+@dataclass
+class Attempt:
+    """One start of this machine's ranks."""
+
+    notes: Path
+    ranks: dict[int, int] = field(default_factory=dict)  # by local rank
+    size: int = 0
+    number: int = 0
+    endings: dict[int, Ending] = field(default_factory=dict)  # by rank
+    pids: dict[int, int] = field(default_factory=dict)  # by rank
+    told_lone: bool = False
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose processes have not ended."""
+        return sorted(self.pids.keys() - self.endings.keys())
+
+    def verdict(self) -> Verdict | None:
+        """Who failed first; None while nobody has."""
+        return judge(self.endings, read_reports(self.notes), self.size)
+
+
+class FailedElsewhereError(Exception):
+    """Another machine has given up, for the reason that it has sent."""
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent for the ranks of one machine, with our way of watching and ending them."""
+
+    def __init__(self, spec: WorkerSpec, pipes: Pipes) -> None:
+        super().__init__(spec, pipes)
+        self.pipes = pipes
+        self.meeting = spec.rdzv_handler
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest start of the ranks."""
+        return self.pipes.attempt
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self.attempt.pids = {self.attempt.ranks[local]: pid for local, pid in started.items()}
+        return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        verdict = self.attempt.verdict()
+        why = verdict.headline if verdict else "another machine starts its ranks again"
+        say.note(f"{why}; all ranks start again ({self._remaining_restarts} more tries after this)")
+        super()._restart_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look after the ranks; torch calls it ten times a second."""
+        self._note_endings()
+        attempt = self.attempt
+        if any(end.code for end in attempt.endings.values()):
+            self._wait_for_ends(attempt.running, _NOTICE)
+            self._end_ranks(_ON_FAILURE)
+            self._kill()
+        elif isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
+            raise FailedElsewhereError(reason)
+        elif attempt.endings:
+            self._tell_of_lone_ranks()
+        self._end_lingerers()
+        if attempt.running:  # torch's own look would end them all without asking why
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _tell_of_lone_ranks(self) -> None:
+        attempt = self.attempt
+        since = max(end.when for end in attempt.endings.values())
+        if not attempt.running or attempt.told_lone or time.time() - since < _LONE:
+            return
+        attempt.told_lone = True
+        gone, left = sorted(attempt.endings), attempt.running
+        say.note(
+            f"rank {runs(gone)} ended {_LONE:g} s ago with exit code 0; rank {runs(left)} still "
+            f"runs{', maybe waiting for it' if len(gone) == 1 else ''}"
+        )
+
+    def _end_lingerers(self) -> None:
+        """End ranks whose script has failed and whose process goes on, such as in a lock."""
+        attempt = self.attempt
+        for rank, report in read_reports(attempt.notes).items():
+            late = time.time() - report.when > _LINGER
+            if late and rank in attempt.running:
+                _signal([attempt.pids[rank]], signal.SIGKILL)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End every rank; torch calls it however the run ends, with the signal if there was one."""
+        by_hand = death_sig is signal.SIGINT
+        try:
+            if by_hand and self.attempt.running:
+                seconds = _ON_CTRL_C[0][1]
+                say.note(f"the ranks have {seconds:g} s to end; Ctrl-C again ends them at once")
+            self._end_ranks(_ON_CTRL_C if by_hand else _ON_FAILURE)
+        except (SignalException, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one has nothing left to do
+            say.note("ending all ranks at once")
+        finally:
+            # What a good run has started in the background may stay.
+            failed = any(end.code for end in self.attempt.endings.values())
+            if failed or death_sig is not None or self.attempt.running:
+                self._kill()
+            super()._shutdown(death_sig or signal.SIGTERM)
+            self._close_pipes()
+
+    def _end_ranks(self, steps: Collection[tuple[signal.Signals, float]]) -> None:
+        for number, seconds in steps:
+            self._note_endings()
+            running = self.attempt.running
+            _signal([self.attempt.pids[rank] for rank in running], number)
+            self._wait_for_ends(running, seconds, stopped=True)
+
+    def _kill(self) -> None:
+        """Leave nothing of the ranks' sessions."""
+        for pid in members_of(set(self.attempt.pids.values())):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._wait_for_ends(self.attempt.running, _NOTICE, stopped=True)
+
+    def _close_pipes(self) -> None:
+        """Close our ends of what ranks write to: torch does so only for ranks that it ended."""
+        for process in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            for pipe in (process._stdout, process._stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def _wait_for_ends(self, ranks: Collection[int], seconds: float, stopped: bool = False) -> None:
+        until = time.monotonic() + seconds
+        while set(ranks) & set(self.attempt.running) and time.monotonic() < until:
+            time.sleep(_PAUSE)
+            self._note_endings(stopped)
+
+    def _note_endings(self, stopped: bool = False) -> None:
+        if not isinstance(self._pcontext, SubprocessContext):
+            return
+        for local, process in self._pcontext.subprocess_handlers.items():
+            code = process.proc.poll()
+            rank = self.attempt.ranks[local]
+            if code is not None and rank not in self.attempt.endings:
+                self.attempt.endings[rank] = Ending(code, time.time(), stopped)
+
+
+def _signal(leaders: Collection[int], number: signal.Signals) -> None:
+    for pid in leaders:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
+def members_of(sessions: Collection[int]) -> Iterator[int]:
+    """The processes of these sessions: ranks, and all they have started that did not leave."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) in sessions:
+                    yield int(entry.name)

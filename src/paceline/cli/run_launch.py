@@ -1,0 +1,200 @@
+"""Carries a plan out: starts the ranks, shows what they write, and returns the exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from . import say
+from .run_machine import cores, loopback, threads_per_rank
+from .run_plan import Become, Launch
+from .run_verdict import Verdict, signal_name
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from .run_agent import Agent
+
+BOOTSTRAP = Path(__file__).with_name("run_script.py")
+
+
+@dataclass(frozen=True)
+class Script:
+    """What every rank runs, and how."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False  # python -m
+    backend: str = "auto"
+    drop_in: bool = False
+    record: str = ""  # a folder; the recorder reads PACELINE_RECORD
+    threads: int | None = None
+
+    def command(self) -> list[str]:
+        """The arguments of the interpreter, in a rank."""
+        mode = ["-m"] if self.module else []
+        return ["-u", str(BOOTSTRAP), *mode, self.target, *self.arguments]
+
+    def environment(self, nproc: int) -> dict[str, str]:
+        """Variables for all ranks of this machine, beside those that torch's agent sets."""
+        found = {"PYTHONUNBUFFERED": "1"}
+        found |= {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
+        found |= {"PACELINE_DROP_IN": "1"} if self.drop_in else {}
+        found |= {"PACELINE_RECORD": os.path.abspath(self.record)} if self.record else {}
+        if threads := threads_per_rank(self.threads, nproc, cores(), os.environ):
+            found["OMP_NUM_THREADS"] = str(threads)
+        if "PYTHONFAULTHANDLER" not in os.environ:
+            found["PYTHONFAULTHANDLER"] = "1"  # a crash in C shall leave a Python stack
+        return found
+
+
+def become(plan: Become, script: Script) -> NoReturn:
+    """Turn this process into its rank; srun and mpirun carry its output and its exit code."""
+    os.environ.update(plan.environment())
+    os.environ.update(script.environment(plan.local_world_size))
+    os.execv(sys.executable, [sys.executable, *script.command()])
+
+
+def launch(plan: Launch, script: Script, max_restarts: int = 0, show: Collection[int] = ()) -> int:
+    """Start this machine's ranks and wait for their end; returns what a shell is to see."""
+    from .run_agent import Agent, Pipes
+    from .run_screen import Reader
+
+    os.environ.update(script.environment(plan.nproc))
+    if plan.max_nodes == 1 and (name := loopback()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
+    _hush()
+    meeting = _meeting(plan)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    reader = Reader(show)
+    try:
+        agent = Agent(_spec(plan, script, max_restarts, meeting), Pipes(folder, reader))
+        try:
+            _run(agent)
+        finally:
+            reader.close()  # so that what is said now comes after all that ranks have written
+        return _tell(agent)
+    except _StoppedError as stop:
+        say.complain(stop.reason)
+        return stop.code
+    finally:
+        meeting.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hush() -> None:
+    """Keep torch's agent from telling in its own way what is told here."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _meeting(plan: Launch) -> RendezvousHandler:
+    """Where the machines meet; where their number may change, that is torch's own."""
+    if not plan.elastic:
+        from .run_meeting import Meeting
+
+        return Meeting(plan)
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    endpoint = f"{plan.address}:{plan.port}"
+    return get_rendezvous_handler(
+        RendezvousParameters("c10d", endpoint, plan.run_id, plan.min_nodes, plan.max_nodes)
+    )
+
+
+def _spec(
+    plan: Launch, script: Script, max_restarts: int, meeting: RendezvousHandler
+) -> WorkerSpec:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    return WorkerSpec(
+        role="default",
+        local_world_size=plan.nproc,
+        entrypoint=sys.executable,
+        args=tuple(_keep_dollars(word) for word in script.command()),
+        rdzv_handler=meeting,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
+
+
+def _keep_dollars(word: str) -> str:
+    """Guard an argument's dollars: torch's agent fills in ``${local_rank}``, and nothing else."""
+    return word.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
+
+
+@dataclass
+class _StoppedError(Exception):
+    """The run ended for a reason outside the ranks of this machine."""
+
+    reason: str
+    code: int
+
+
+def _run(agent: Agent) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from .run_agent import FailedElsewhereError
+
+    try:
+        agent.run()
+    except FailedElsewhereError as failure:
+        raise _StoppedError(str(failure), 1) from None
+    except (SignalException, KeyboardInterrupt) as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end has begun
+        number = getattr(stop, "sigval", signal.SIGINT)
+        reason = f"stopped by {signal_name(number)}; all ranks have ended"
+        raise _StoppedError(reason, 128 + number) from None
+
+
+def _tell(agent: Agent) -> int:
+    attempt = agent.attempt
+    verdict = attempt.verdict()
+    if verdict is None:
+        return _check_count(len(attempt.endings), len(attempt.ranks))
+    return tell(replace(verdict, headline=_cause(agent, verdict)), attempt.size)
+
+
+def _cause(agent: Agent, verdict: Verdict) -> str:
+    """Tell the other machines, or hear from them, what came first."""
+    from .run_meeting import Meeting
+
+    if isinstance(agent.meeting, Meeting):
+        return agent.meeting.settle(verdict.headline, final=not verdict.consequence)
+    return verdict.headline
+
+
+def _check_count(ended: int, asked: int) -> int:
+    if ended == asked:
+        return 0
+    say.complain(f"{asked} ranks were asked for, and {ended} have run")
+    return 1
+
+
+def tell(verdict: Verdict | None, size: int) -> int:
+    """Say which rank failed first, what the others made of it, and its traceback once more.
+
+    Returns the exit code. The traceback has been shown when it happened, and is found again at the
+    end of the output; where no rank printed it, since it looked like another's fault, it is new.
+    """
+    if verdict is None:
+        return 0
+    say.complain(verdict.headline)
+    for line in verdict.others:
+        print(f"  {line}", file=sys.stderr)
+    if size > 1 or verdict.consequence:
+        for line in verdict.traceback.splitlines():
+            print(f"[{verdict.rank}] {line}", file=sys.stderr)
+    sys.stderr.flush()
+    return verdict.code

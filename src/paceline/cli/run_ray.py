@@ -1,0 +1,212 @@
+"""``paceline run --ray ADDRESS``: the same script, its ranks started by actors of a Ray cluster.
+
+Ray places the actors and counts GPUs; each starts one rank as a process of its own and hands on
+what it writes. The script has to lie at the same path on every machine, as on a shared file system.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import LaunchCountError, LaunchError
+from . import say
+from .run_launch import Script, tell
+from .run_lines import Lines
+from .run_plan import Asked, parse_nodes
+from .run_ray_actor import News, RankProcess, Seat
+from .run_screen import Bar, Screen
+from .run_verdict import Ending, Report, judge
+
+_NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
+_PLACED_WITHIN = 60.0
+
+
+def launch_on_ray(address: str, asked: Asked, script: Script, show: Collection[int]) -> int:
+    """Start the ranks on the cluster at ``address`` and wait for their end."""
+    ray = _connect(address)
+    try:
+        size, resource = _choose_size(asked, ray.cluster_resources())
+        actors = _place(ray, size, resource)
+        _start(ray, actors, script)
+        return _Run(ray, actors, show).until_the_end()
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> Any:
+    try:
+        ray: Any = importlib.import_module("ray")  # an extra, so nothing here imports it at the top
+    except ImportError:
+        ray = None
+    if not hasattr(ray, "init"):  # or a folder of that name, as Ray itself leaves in /tmp
+        raise LaunchError(
+            "Ray is not installed here", "Install it with: pip install 'paceline[ray]'."
+        )
+    try:
+        ray.init(
+            None if address == "local" else address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"there is no Ray cluster at {address} ({str(error).splitlines()[0]})",
+            "Start one with ray start --head, or give --ray local for one of this machine.",
+        ) from None
+    return ray
+
+
+def _choose_size(asked: Asked, resources: Mapping[str, float]) -> tuple[int, str]:
+    """How many ranks, and whether each takes a GPU or a CPU."""
+    resource = "GPU" if resources.get("GPU") else "CPU"
+    there = int(resources.get(resource, 0))
+    if asked.nproc in (None, "auto"):
+        say.note(f"{there} ranks, one for each {resource} of the cluster")
+        return there, resource
+    if not asked.nproc or not asked.nproc.isdigit() or int(asked.nproc) < 1:
+        raise LaunchError(f"--nproc is {asked.nproc}", "Give a number from 1 on, or auto.")
+    size = int(asked.nproc) * parse_nodes(asked.nnodes or "1")[0]
+    if size > there:
+        raise LaunchCountError(
+            f"{size} ranks were asked for, and Ray's cluster has {there} {resource}s",
+            "Ask for fewer with --nproc, or add machines to the cluster.",
+            size,
+            there,
+        )
+    return size, resource
+
+
+def _place(ray: Any, size: int, resource: str) -> list[Any]:
+    """One actor for each rank, machine by machine."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if resource == "GPU" else {})
+    group = ray.util.placement_group([dict(bundle) for _ in range(size)], strategy="PACK")
+    if not group.wait(_PLACED_WITHIN):
+        raise LaunchCountError(
+            f"Ray has no room for {size} ranks within {_PLACED_WITHIN:g} s",
+            "Other jobs may hold the cluster; see ray status.",
+            size,
+        )
+    actor = ray.remote(RankProcess).options(
+        num_cpus=1,
+        num_gpus=int(resource == "GPU"),
+        scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group),
+    )
+    actors = [actor.remote() for _ in range(size)]
+    seats = ray.get([each.seat.remote() for each in actors])
+    return [each for _, each in sorted(zip(seats, actors, strict=True), key=lambda pair: pair[0])]
+
+
+def _start(ray: Any, actors: Sequence[Any], script: Script) -> None:
+    seats: list[Seat] = ray.get([actor.seat.remote() for actor in actors])
+    port = ray.get(actors[0].free_port.remote())
+    settings = environments(seats, port)
+    ray.get(
+        [
+            actor.start.remote(script.command(), own | script.environment(_here(own)), os.getcwd())
+            for actor, own in zip(actors, settings, strict=True)
+        ]
+    )
+
+
+def _here(environment: Mapping[str, str]) -> int:
+    return int(environment["LOCAL_WORLD_SIZE"])
+
+
+def environments(seats: Sequence[Seat], port: int) -> list[dict[str, str]]:
+    """What torchrun would set for ranks on these seats, which are ordered by machine."""
+    nodes: dict[str, list[Seat]] = defaultdict(list)
+    for seat in seats:
+        nodes[seat.node].append(seat)
+    address = "127.0.0.1" if len(nodes) == 1 else seats[0].address
+    found: list[dict[str, str]] = []
+    for number, mates in enumerate(nodes.values()):
+        devices = ",".join(seat.gpus for seat in mates if seat.gpus)
+        for local in range(len(mates)):
+            own = {
+                "RANK": str(len(found)),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(mates)),
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+            # Every rank sees its machine's GPUs, as under torchrun, and takes that of LOCAL_RANK.
+            found.append(own | ({"CUDA_VISIBLE_DEVICES": devices} if devices else {}))
+    return found
+
+
+@dataclass
+class _Run:
+    """Ranks that run, from outside."""
+
+    ray: Any
+    actors: Sequence[Any]
+    show: Collection[int]
+    endings: dict[int, Ending] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        bar = Bar()
+        self.screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
+        self.lines: dict[tuple[int, int], Lines] = defaultdict(Lines)
+
+    def until_the_end(self) -> int:
+        """Show what the ranks write until all have ended, and tell how that was."""
+        waiting = {actor.news.remote(): rank for rank, actor in enumerate(self.actors)}
+        deadline = float("inf")
+        try:
+            while waiting:
+                ready, _ = self.ray.wait(list(waiting), timeout=1.0)
+                for reference in ready:
+                    rank = waiting.pop(reference)
+                    if self._take(rank, reference):
+                        waiting[self.actors[rank].news.remote()] = rank
+                if self._failed():
+                    deadline = min(deadline, time.monotonic() + _NOTICE)
+                if time.monotonic() > deadline:
+                    self._stop(signal.SIGTERM)
+                    deadline = float("inf")
+        except KeyboardInterrupt:
+            self._stop(signal.SIGINT)
+            say.complain("stopped by SIGINT; all ranks have ended")
+            return 128 + signal.SIGINT
+        return tell(judge(self.endings, self.reports, len(self.actors)), len(self.actors))
+
+    def _take(self, rank: int, reference: Any) -> bool:
+        """Take in a rank's news; False when they were the last."""
+        try:
+            news: News = self.ray.get(reference)
+        except self.ray.exceptions.RayError:  # its machine or its actor is gone
+            news = News(code=-signal.SIGKILL)
+        now = time.time()
+        for number, data in ((1, news.out), (2, news.err)):
+            lines = self.lines[rank, number]
+            pieces = [*lines.feed(data, now), *(lines.rest() if news.code is not None else ())]
+            for piece in pieces:
+                if number == 2 or not self.show or rank in self.show:
+                    self.screens[number].show(rank, piece)
+            self.screens[number].stream.flush()
+        if news.code is not None:
+            self.endings[rank] = Ending(news.code, now, news.stopped)
+        if news.report is not None:
+            self.reports[rank] = Report(**news.report)
+        return news.code is None
+
+    def _failed(self) -> bool:
+        return any(end.code and not end.stopped for end in self.endings.values())
+
+    def _stop(self, number: signal.Signals) -> None:
+        left = [actor for rank, actor in enumerate(self.actors) if rank not in self.endings]
+        self.ray.wait([actor.stop.remote(int(number)) for actor in left], timeout=15.0)

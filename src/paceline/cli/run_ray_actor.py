@@ -1,0 +1,114 @@
+"""One rank's process on a machine of a Ray cluster, as the actor that starts it sees it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PATIENCE = 0.5  # seconds to wait for news before saying that there are none
+_GRACE = 10.0  # seconds between asking a rank to end and making it
+_CHUNK = 1 << 16
+
+
+class Seat(NamedTuple):
+    """Where an actor is; seats of one machine sort together."""
+
+    node: str
+    address: str
+    gpus: str  # what Ray lets it see
+
+
+@dataclass(frozen=True)
+class News:
+    """What a rank has written since it was last asked, and how it ended, if it has."""
+
+    out: bytes = b""
+    err: bytes = b""
+    code: int | None = None
+    report: dict[str, Any] | None = None
+    stopped: bool = False
+
+
+class RankProcess:
+    """Becomes a Ray actor: starts one rank, hands on its output, and ends it."""
+
+    def __init__(self) -> None:
+        self._notes = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def seat(self) -> Seat:
+        """Say where this actor has been placed."""
+        ray: Any = importlib.import_module("ray")
+        node = ray.get_runtime_context().get_node_id()
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Seat(node, ray.util.get_node_ip_address(), gpus)
+
+    def free_port(self) -> int:
+        """A port that is free now, for the ranks to meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+        """Start the rank; ``command`` are the interpreter's arguments."""
+        own = {"PACELINE_NOTES": str(self._notes), "PACELINE_LAUNCHER": str(os.getpid())}
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | environment | own,
+            cwd=folder if os.path.isdir(folder) else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
+            assert pipe is not None
+            self._selector.register(pipe, selectors.EVENT_READ, number)
+
+    def news(self) -> News:
+        """Wait a little for output or the end, and say what came."""
+        assert self._process is not None
+        found = {1: b"", 2: b""}
+        for key, _ in self._selector.select(_PATIENCE):
+            data = os.read(key.fd, _CHUNK)
+            found[key.data] += data
+            if not data:
+                self._selector.unregister(key.fileobj)
+        code = None if self._selector.get_map() else self._process.wait()
+        report = None if code is None else self._read_report()
+        return News(found[1], found[2], code, report, self._stopped and report is None)
+
+    def stop(self, number: int) -> None:
+        """Send the rank and what it started a signal, and kill what is left after a while."""
+        assert self._process is not None
+        self._stopped = self._process.poll() is None
+        self._send(number)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _read_report(self) -> dict[str, Any] | None:
+        """What the rank wrote down about its failure; its folder is then no longer needed."""
+        texts = [path.read_text() for path in self._notes.glob("rank-*.json")]
+        shutil.rmtree(self._notes, ignore_errors=True)
+        return json.loads(texts[0]) if texts else None

@@ -1,0 +1,46 @@
+"""For all tests: long files come first, and what cannot work here is skipped.
+
+Files are shared out among workers whole, so a long one must not be the last. Where the C library
+was not built, tests that need it are skipped, and say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from paceline.groups import capabilities
+
+LONG = (
+    "test_examples.py",
+    "test_table.py",
+    "test_demo.py",
+    "test_step_processes.py",
+    "test_exact.py",
+    "test_zero_state.py",
+    "test_verdicts.py",
+    "test_run.py",
+)
+MISSING = "" if (shm := capabilities()["shm"]).available else shm.reason
+TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    try:
+        return (yield)
+    except Exception as error:
+        if MISSING and any(told in text for told in TOLD for text in _texts(error)):
+            pytest.skip(MISSING)
+        raise
+
+
+def _texts(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield str(error)
+        error = error.__cause__ or error.__context__
