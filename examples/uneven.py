@@ -18,18 +18,14 @@ The curves are of files that nobody trained on. (b) lies on (c); (a) goes its ow
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from toy import start
 
 from paceline import DistributedDataParallel, Group, new_group
 
@@ -175,33 +171,14 @@ def draw(curves: dict[str, Curve], save: Path) -> None:
     figure.savefig(save, dpi=120, bbox_inches="tight")
 
 
-def start_ranks() -> int:
-    """Run this script once per rank; when one fails, end the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meet = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command, env = [sys.executable, *sys.argv], os.environ | meet
-    ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(RANKS)]
-    try:
-        while {process.poll() for process in ranks} in ({None}, {None, 0}):
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        for process in ranks:
-            process.terminate()  # does nothing to one that has ended
-            process.wait()
-    return max(abs(process.returncode) for process in ranks)
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description="Train on ranks that have unequal data.")
     parser.add_argument("--quick", action="store_true", help="fewer files")
     parser.add_argument("--save", type=Path, default=Path("uneven.png"), help="where to draw")
     parser.add_argument("--backend", default="auto", help="auto takes shm when all share a host")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        one_rank(120 if args.quick else 900, args.backend, args.save)
-    else:
-        sys.exit(start_ranks())
+    one_rank(120 if args.quick else 900, args.backend, args.save)
+
+
+if __name__ == "__main__":
+    start(main, RANKS)
