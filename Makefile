@@ -16,18 +16,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow check bench parity clean
+.PHONY: help setup demo test slow check docs bench bench-peers integrations parity clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make the environment in .venv and build the C library
 
-demo: $(READY) ## train a small model on several processes
-	$(BIN)/python examples/digits.py
+demo: $(READY) ## train a small model on all cores, and watch it
+	$(BIN)/paceline demo
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow
@@ -35,17 +35,29 @@ slow: $(READY) ## run the tests that train for minutes
 parity: $(READY) ## run PyTorch's own distributed tests on paceline
 	$(BIN)/python -m tests.parity.runner
 
-check: $(READY) ## check format, lint and types
+check: $(READY) docs ## check format, lint, types and the docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY) ## build the docs site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+integrations: $(READY) ## install Accelerate, transformers and Lightning, and test with them
+	$(PIP) install "$(TORCH)"
+	$(PIP) install --no-build-isolation -e ".[integrations]"
+	$(BIN)/python -m pytest tests/integrations tests/test_examples.py
+
+bench-peers: $(READY) ## install the peers in .venv-peers and measure all of them in one table
+	$(BIN)/python benchmarks/peers_setup.py
+	.venv-peers/bin/python benchmarks/peers.py
 
 bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/step.py
 
 clean: ## remove the environment and everything built
-	rm -rf .venv build dist src/*.egg-info src/paceline/_transport/*.so
+	rm -rf .venv .venv-peers build dist src/*.egg-info src/paceline/_transport/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
