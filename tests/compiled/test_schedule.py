@@ -133,6 +133,16 @@ def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     assert all("mm" not in entry.what for entry in schedule[settle:])  # only the update is behind
 
 
+@needs_compiler
+def test_a_step_reads_no_number_back() -> None:
+    """On a GPU everything would be awaited for it."""
+    ddp = deep(peerless())
+    step = train_step(ddp, torch.optim.AdamW(ddp.parameters()), lambda m, x: m(x).sum())
+    _, codes = run_and_get_code(step, torch.ones(4, 32))
+    assert step.reason == ""
+    assert ".item()" not in codes[0]
+
+
 @no_instances
 @needs_compiler
 def test_a_compiled_wrapper_launches_between_the_matmuls_of_its_backward_graph() -> None:
