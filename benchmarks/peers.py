@@ -1,16 +1,17 @@
 """How does paceline's training step compare with that of other libraries, on one host?
 
     python3 benchmarks/peers_setup.py                                once: makes .venv-peers
-    .venv-peers/bin/python benchmarks/peers.py --save results.md     about twenty minutes
+    .venv-peers/bin/python benchmarks/peers.py --save results.md     about half an hour
     .venv-peers/bin/python benchmarks/peers.py --quick               a rough picture
     .venv-peers/bin/python benchmarks/peers.py --only shm horovod --models mlp
 
 The models are those of ``step.py``; 2 ranks of one thread. Every library has processes of its own,
-in which its step and the plain model's take turns in blocks of five (``peers_rank.py``); how each
-is used is in ``peers_ways.py``. The table has the step of each as a multiple of the local step:
-the median over rounds, in brackets the quartiles. A step takes as long as on its slower rank, a
-block counts by its median step. The libraries take turns as well: each is started several times,
-so that what the machine does in a minute meets them all alike.
+and so have the local steps, which use none. They take turns in blocks of five steps, each round
+begins with another, and while one runs all others are stopped (``peers_turns.py``). How each is
+used is in ``peers_ways.py``. The table has the step of each as a multiple of the local step of the
+same round: the median over rounds, in brackets the quartiles. A step takes as long as on its slower
+rank, a block counts by its median step. All of it is done several times from the start, so that
+where a process happens to lie in memory counts less.
 
 Each way is first checked on a small model; one that does not average is shown as failed. What is
 not installed is shown with the reason.
@@ -19,7 +20,6 @@ not installed is shown with the reason.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -27,20 +27,20 @@ import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from report import Log, describe_machine, row
+from peers_turns import Command, Failed, Party, no_one_left
+from report import Log, describe_machine, digits, row
 from step import MODELS, Ratio
 
 HERE = Path(__file__).parent
-DEADLINE = 1200.0  # seconds for one start of one library
 RANKS = 2
+LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ EXTENSIONS = {"TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "extensions"))}
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true", **EXTENSIONS}
 CPU_ONLY["LOCAL_SIZE"] = str(RANKS)  # as DeepSpeed's launcher says it; its op crashes otherwise
 PEERS = {
+    LOCAL: Peer("no library"),
     "shm": Peer("paceline, shm"),
     "gloo": Peer("paceline, gloo"),
     "torch": Peer("torch DDP, gloo"),
@@ -71,26 +72,25 @@ PEERS = {
     "deepspeed-shm": Peer("DeepSpeed's shm op, flat", "deepspeed", settings=CPU_ONLY),
     "mpi4py": Peer("mpi4py, flat, OpenMPI", "mpi4py", launcher="mpirun"),
 }
+ASKED = [name for name in PEERS if name != LOCAL]
 
 
-# -- one start of one library -----------------------------------------------------------------
+# -- starting them ----------------------------------------------------------------------------
 
 
-def start(name: str, rounds: int, models: Sequence[str], folder: Path) -> str:
-    """Run a way's ranks to their end; why they failed, or nothing."""
+def commands(name: str, folder: Path) -> list[Command]:
+    """What starts a library's ranks."""
     peer = PEERS[name]
-    command = [sys.executable, str(HERE / "peers_rank.py"), name, str(rounds), str(folder), *models]
+    command = [sys.executable, str(HERE / "peers_rank.py"), name, str(folder)]
     env = os.environ | meeting_point() | peer.settings | {"OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.prefix, 'bin')}{os.pathsep}{env.get('PATH', '')}"  # for ninja
     if peer.launcher == "mpirun":
         mpi = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS)]
-        commands = [(["mpirun", *mpi, *command], env)]
-    elif peer.launcher == "one":
-        commands = [(command, env)]
-    else:
-        places = [{"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(RANKS)]
-        commands = [(command, env | place) for place in places]
-    return run_together(commands, folder)
+        return [(["mpirun", *mpi, *command], env)]
+    if peer.launcher == "one":
+        return [(command, env)]
+    places = [{"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(RANKS)]
+    return [(command, env | place) for place in places]
 
 
 def meeting_point() -> dict[str, str]:
@@ -102,79 +102,10 @@ def meeting_point() -> dict[str, str]:
     return {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **address}
 
 
-def run_together(commands: Sequence[tuple[list[str], dict[str, str]]], folder: Path) -> str:
-    """Run all to their end; when one fails or time is up, end the others and say why."""
-    started: list[subprocess.Popen[bytes]] = []
-    until = time.monotonic() + DEADLINE
-    try:
-        for number, (command, env) in enumerate(commands):
-            with (folder / f"log-{number}").open("w") as log:
-                settings = {"env": env, "stdout": log, "stderr": log}
-                started.append(subprocess.Popen(command, start_new_session=True, **settings))
-        while (codes := {process.poll() for process in started}) in ({None}, {None, 0}):
-            if time.monotonic() > until:
-                return f"still running after {DEADLINE:.0f} s"
-            time.sleep(0.1)
-    finally:
-        for process in started:  # each leads a session of its own, with all it has started
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        sweep()
-    return "" if codes == {0} else last_words(folder)
-
-
-def last_words(folder: Path) -> str:
-    """The last error that a rank has printed, or else its last line."""
-    said = [line for log in sorted(folder.glob("log-*")) for line in log.read_text().splitlines()]
-    lines = [line.strip() for line in said if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it ended with an error"])[-1][:120]
-
-
 def sweep() -> None:
     """Remove what DeepSpeed's shm op leaves in shared memory when its ranks end."""
     for left in Path("/dev/shm").glob("deepspeed_*"):
         left.unlink(missing_ok=True)
-
-
-# -- what they measured -----------------------------------------------------------------------
-
-
-@dataclass
-class Found:
-    """What is known of one library on one model."""
-
-    ratios: list[float] = field(default_factory=list)
-    failure: str = ""
-
-    def read(self, folder: Path, model: str, failure: str) -> None:
-        """Take in one start's results."""
-        files = sorted(folder.glob(f"{model}-*.json"))
-        if len(files) != RANKS:
-            self.failure = self.failure or failure or "a rank wrote nothing"
-            return
-        by_rank = [json.loads(file.read_text()) for file in files]
-        for blocks in zip(*by_rank, strict=True):
-            alone, own = (slowest([rank[which] for rank in blocks]) for which in (0, 1))
-            self.ratios.append(own / alone)
-
-    def cell(self) -> str:
-        return f"failed: {self.failure}" if self.failure else str(Ratio.of(self.ratios))
-
-
-def slowest(ranks: Sequence[Sequence[float]]) -> float:
-    """The median step of a block; a step takes as long as on its slowest rank."""
-    return statistics.median(max(step) for step in zip(*ranks, strict=True))
-
-
-def measure(
-    name: str, rounds: int, models: Sequence[str], found: dict[tuple[str, str], Found]
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="paceline-peers-") as folder:
-        failure = start(name, rounds, models, Path(folder))
-        for model in models:
-            found.setdefault((name, model), Found()).read(Path(folder), model, failure)
 
 
 def missing(name: str) -> str:
@@ -193,6 +124,86 @@ def missing(name: str) -> str:
     return ""
 
 
+# -- what they measure ------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """What is known of one library on one model."""
+
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    def cell(self) -> str:
+        return f"failed: {self.failure}" if self.failure else str(Ratio.of(self.ratios))
+
+
+class Ride:
+    """All libraries once from the start: they come, and take turns on one model after another."""
+
+    def __init__(self, folder: Path, found: dict[tuple[str, str], Found]) -> None:
+        self.folder, self.found = folder, found
+        self.parties: dict[str, Party] = {}
+
+    def go(self, names: Sequence[str], models: Sequence[str], rounds: int) -> None:
+        for name in names:
+            self.start(name, models)
+        for index, model in enumerate(models):
+            print(f"    {MODELS[model].title}", file=sys.stderr)
+            for name in list(self.parties):
+                self.ask(name, models[index:], what="prepare", model=model)
+            for number in range(rounds):
+                self.round(number, models[index:])
+        for name in list(self.parties):
+            self.ask(name, (), what="close")
+
+    def start(self, name: str, models: Sequence[str]) -> None:
+        print(f"  {PEERS[name].title}", file=sys.stderr)
+        folder = self.folder / name
+        folder.mkdir()
+        try:
+            self.parties[name] = Party(commands(name, folder), folder, RANKS)
+        except Failed as failed:
+            self.drop(name, models, str(failed))
+        else:
+            self.ask(name, models, what="check")
+
+    def round(self, number: int, models: Sequence[str]) -> None:
+        """Let each take a block of steps on the first of ``models``; the first to go changes."""
+        names = list(self.parties)
+        turn = number % len(names)
+        taken = {}
+        for name in (*names[turn:], *names[:turn]):
+            if blocks := self.ask(name, models, what="block"):
+                taken[name] = slowest(blocks)
+        for name, seconds in taken.items():
+            found = self.found[name, models[0]]
+            found.seconds.append(seconds)
+            found.ratios.append(seconds / taken[LOCAL])
+
+    def ask(self, name: str, models: Sequence[str], **request: str) -> list[list[float]]:
+        """Give the answers; a library that fails is out, and the cells of these models say why."""
+        try:
+            return self.parties[name].ask(**request)
+        except Failed as failed:
+            self.drop(name, models, str(failed))
+            return []
+
+    def drop(self, name: str, models: Sequence[str], why: str) -> None:
+        if name == LOCAL:
+            raise SystemExit(f"the local steps have failed: {why}")
+        for model in models:
+            self.found[name, model].failure = why
+        if party := self.parties.pop(name, None):
+            party.kill()
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> float:
+    """The median step of a block; a step takes as long as on its slowest rank."""
+    return statistics.median(max(step) for step in zip(*ranks, strict=True))
+
+
 # -- the run ----------------------------------------------------------------------------------
 
 
@@ -207,9 +218,11 @@ def table(
     absent: dict[str, str],
     found: dict[tuple[str, str], Found],
 ) -> list[str]:
+    alone = [statistics.median(found[LOCAL, model].seconds) for model in models]
     lines = [
         row("", *(MODELS[model].title for model in models)),
         row("---", *["--:"] * len(models)),
+        row(PEERS[LOCAL].title, *(f"{digits(1e3 * seconds)} ms" for seconds in alone)),
     ]
     for name in names:
         if name in absent:
@@ -223,14 +236,14 @@ def table(
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Training steps of many libraries, over local.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--starts", type=int, help="of each library (3)")
-    parser.add_argument("--rounds", type=int, help="in each start (8)")
+    parser.add_argument("--only", nargs="+", choices=ASKED, default=ASKED)
+    parser.add_argument("--starts", type=int, help="of all of it (2)")
+    parser.add_argument("--rounds", type=int, help="in each start (12)")
     parser.add_argument("--quick", action="store_true", help="one start of 4 rounds")
     parser.add_argument("--save", type=Path, help="write the result here")
     args = parser.parse_args()
-    args.starts = args.starts or (1 if args.quick else 3)
-    args.rounds = args.rounds or (4 if args.quick else 8)
+    args.starts = args.starts or (1 if args.quick else 2)
+    args.rounds = args.rounds or (4 if args.quick else 12)
     return args
 
 
@@ -243,11 +256,14 @@ def main() -> int:
     present = [name for name in args.only if name not in absent]
     log(f"{RANKS} ranks of one thread, {args.starts} starts of {args.rounds} rounds. "
         f"{versions(present)}")  # fmt: skip
-    found: dict[tuple[str, str], Found] = {}
+    found = {(name, model): Found() for name in (LOCAL, *present) for model in args.models}
     for number in range(args.starts):
-        for name in present:
-            print(f"start {number + 1} of {args.starts}: {PEERS[name].title}", file=sys.stderr)
-            measure(name, args.rounds, args.models, found)
+        print(f"start {number + 1} of {args.starts}", file=sys.stderr)
+        with ExitStack() as opened:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="peers-"))
+            opened.callback(sweep)
+            opened.enter_context(no_one_left())
+            Ride(Path(folder), found).go([LOCAL, *present], args.models, args.rounds)
     log("\n" + "\n".join(table(args.only, args.models, absent, found)))
     if args.save is not None:
         args.save.write_text("\n".join(log.lines) + "\n")

@@ -1,14 +1,13 @@
-"""One rank of one way of ``peers.py``: times its step and the local one, turn by turn.
+"""One rank of one way of ``peers.py``: does what it is asked over a socket.
 
-    python benchmarks/peers_rank.py WAY ROUNDS FOLDER MODEL...
+    python benchmarks/peers_rank.py WAY FOLDER
 
 The process stands where a launcher put it: with torchrun's variables, under mpirun, or, for Ray, as
-the one process that asks Ray for ranks. What a rank has measured of a model is written to
-``FOLDER/MODEL-RANK.json`` as soon as it is there.
+the one process that asks Ray for ranks. It comes to the socket ``FOLDER/door``, is asked for one
+thing after another (``peers_turns.py``), and answers with what it measured.
 
-The plain model and the way's own take turns in blocks of five steps, each round in the other order,
-with a barrier before each block. Before that, a small model is trained and compared with one that
-had the batches of all ranks: a way that does not average raises instead of looking quick.
+First of all a small model is trained and compared with one that had the batches of all ranks: a way
+that does not average raises instead of looking quick.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peers_ways
 import torch
@@ -27,6 +28,7 @@ from step import MODELS, STEPS_PER_BLOCK, WARM_UP
 from torch import nn
 
 WAYS: dict[str, type[peers_ways.Way]] = {
+    "local": peers_ways.Local,
     "torch": peers_ways.TorchDDP,
     "accelerate": peers_ways.Accelerate,
     "fabric": peers_ways.Fabric,
@@ -42,36 +44,55 @@ WAYS: dict[str, type[peers_ways.Way]] = {
 }
 
 
-def measure(name: str, rounds: int, folder: Path, models: Sequence[str]) -> None:
+def serve(name: str, folder: Path) -> None:
+    """Answer requests until no more come."""
     torch.set_num_threads(1)
-    way = WAYS[name]()
-    check(way)
-    for model in models:
-        found = time_blocks(way, model, rounds)
-        (folder / f"{model}-{way.rank}.json").write_text(json.dumps(found))
-    way.barrier()  # nobody leaves a group that another still uses
-    way.close()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(folder / "door"))
+        with line.makefile("rw") as stream:
+            rank = None
+            for request in stream:
+                try:
+                    rank = rank or Rank(WAYS[name]())
+                    told = {"answer": rank.do(**json.loads(request))}
+                except Exception as error:
+                    told = {"error": f"{type(error).__name__}: {error}"[:120]}
+                stream.write(json.dumps(told) + "\n")
+                stream.flush()
 
 
-def time_blocks(way: peers_ways.Way, name: str, rounds: int) -> list[list[list[float]]]:
-    """Seconds of each step, by round, then local and the way's."""
-    torch.manual_seed(0)
-    model, batch = MODELS[name].make()
-    batch += 0.01 * way.rank  # ranks differ, or there would be nothing to average
-    torch.manual_seed(0)
-    alone = MODELS[name].make()[0]
-    steps = [peers_ways.plain_step(alone, batch, peers_ways.sgd(alone)), way.prepare(model, batch)]
-    for step in steps:
+class Rank:
+    """One rank of a way, with the step it has prepared."""
+
+    def __init__(self, way: peers_ways.Way) -> None:
+        self.way = way
+        self.step: Callable[[], None] | None = None
+
+    def do(self, what: str, model: str = "") -> Any:
+        return getattr(self, what)(*([model] if model else []))
+
+    def check(self) -> None:
+        check(self.way)
+
+    def prepare(self, model: str) -> None:
+        self.step = None  # and with it the model before
+        torch.manual_seed(0)
+        made, batch = MODELS[model].make()
+        batch += 0.01 * self.way.rank  # ranks differ, or there would be nothing to average
+        self.step = self.way.prepare(made, batch)
         for _ in range(WARM_UP):
-            step()
-    blocks: list[list[list[float]]] = []
-    for number in range(rounds):
-        taken = [[], []]
-        for which in (0, 1) if number % 2 else (1, 0):
-            way.barrier()
-            taken[which] = time_block(steps[which])
-        blocks.append(taken)
-    return blocks
+            self.step()
+
+    def block(self) -> list[float]:
+        """Seconds of some steps, after one that finds its memory and its caches again."""
+        assert self.step is not None
+        self.step()
+        self.way.barrier()
+        return time_block(self.step)
+
+    def close(self) -> None:
+        self.way.barrier()  # nobody leaves a group that another still uses
+        self.way.close()
 
 
 def time_block(step: Callable[[], None]) -> list[float]:
@@ -100,7 +121,7 @@ def check(way: peers_ways.Way) -> None:
         torch.testing.assert_close(found.detach(), right.detach(), rtol=0, atol=1e-6)
 
 
-def ask_ray(name: str, rounds: int, folder: Path, models: Sequence[str], ranks: int) -> None:
+def ask_ray(name: str, folder: Path, ranks: int) -> None:
     """Let Ray start the ranks, on this machine, in a cluster that ends with this process."""
     import ray
     from ray.train import RunConfig, ScalingConfig
@@ -110,7 +131,7 @@ def ask_ray(name: str, rounds: int, folder: Path, models: Sequence[str], ranks: 
     quiet = {"include_dashboard": False, "log_to_driver": False}
     ray.init(num_cpus=ranks, _temp_dir=str(folder / "r"), **quiet)  # a short name, for sockets
     trainer = TorchTrainer(
-        lambda: measure(name, rounds, folder, models),
+        lambda: serve(name, folder),
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=ranks, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(storage_path=str(folder / "ray")),
@@ -120,11 +141,11 @@ def ask_ray(name: str, rounds: int, folder: Path, models: Sequence[str], ranks: 
 
 
 def main() -> None:
-    name, rounds, folder, *models = sys.argv[1:]
+    name, folder = sys.argv[1:]
     if name == "ray":
-        ask_ray(name, int(rounds), Path(folder), models, int(os.environ["WORLD_SIZE"]))
+        ask_ray(name, Path(folder), int(os.environ["WORLD_SIZE"]))
     else:
-        measure(name, int(rounds), Path(folder), models)
+        serve(name, Path(folder))
 
 
 if __name__ == "__main__":

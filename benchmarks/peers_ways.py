@@ -65,6 +65,22 @@ class Way:
             dist.destroy_process_group()
 
 
+class Local(Way):
+    """No library: each rank trains for itself."""
+
+    def open(self) -> None:
+        """Nobody to meet."""
+
+    def place(self) -> tuple[int, int]:
+        return 0, 1
+
+    def prepare(self, model: nn.Module, batch: Tensor) -> Step:
+        return plain_step(model, batch, sgd(model))
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
 # -- paceline ---------------------------------------------------------------------------------
 
 
