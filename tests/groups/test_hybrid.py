@@ -27,7 +27,7 @@ from paceline.errors import (
     RendezvousError,
 )
 from paceline.groups import Group
-from paceline.groups.hybrid_backend import STRIPED_FROM, WINDOW
+from paceline.groups.hybrid_collectives import STRIPED_FROM, WINDOW
 from paceline.groups.hybrid_hosts import Hosts
 from paceline.testing import Meeting, spawn_ranks
 from tests.groups import netns, reference
