@@ -17,7 +17,7 @@ from paceline.errors import (
     RanksFailedError,
     WaitTimeoutError,
 )
-from paceline.groups import Call, Group, new_group, threads_backend
+from paceline.groups import Call, Group, new_group, threads_world
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.groups import reference
 
@@ -370,14 +370,14 @@ def test_shutdown_finishes_what_was_started() -> None:
 def test_an_error_inside_a_collective_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute = threads_backend.results
+    compute = threads_world.results
 
     def fail_on_rank_1(parts: object, rank: int) -> list[Tensor]:
         if rank == 1:
             raise MemoryError("no room")
         return compute(parts, rank)
 
-    monkeypatch.setattr(threads_backend, "results", fail_on_rank_1)
+    monkeypatch.setattr(threads_world, "results", fail_on_rank_1)
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, lambda group: group.all_reduce(torch.ones(1)))
     assert isinstance(caught.value.__cause__, MemoryError)
