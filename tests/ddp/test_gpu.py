@@ -41,6 +41,21 @@ class Model(nn.Module):
         return {"out": checkpoint(self.last, hidden, use_reentrant=False)}
 
 
+class OfItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+def test_a_forward_without_inputs_has_nothing_to_move(group: Group) -> None:
+    ddp = DDP(OfItself().cuda(), device_ids=[0], process_group=group)
+    ddp().backward()
+    assert_close(ddp.module.weight.grad, torch.full((3,), 2.0, device="cuda"))
+
+
 def test_inputs_are_moved_and_gradients_are_those_of_the_model_alone(group: Group) -> None:
     torch.manual_seed(0)
     model, alone = Model().cuda(), Model().cuda()

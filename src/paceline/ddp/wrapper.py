@@ -208,7 +208,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         self._replica.before_forward()
         if self._delayed is not None:
             self._delayed.before_forward()
-        if not self.device_ids:
+        if not self.device_ids or not (inputs or kwargs):
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(
