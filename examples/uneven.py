@@ -130,7 +130,8 @@ def one_rank(files: int, backend: str, save: Path) -> None:
     if longest:  # it has trained to the end, so its curves are whole
         for rank, count in enumerate(counts):
             print("rank {}: {} batches, {:,} bytes".format(rank, *count))  # type: ignore[misc]
-        curves[WAYS[2]] = train_alone(parts, held_out)
+    curves[WAYS[2]] = train_alone(parts, held_out)  # on both, so that none ends long before
+    if longest:
         report(curves, save)
 
 

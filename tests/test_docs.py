@@ -32,11 +32,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
 import paceline.errors
 import paceline.testing
+from paceline.cli.doctor_facts import BETWEEN_US, OWN
 from paceline.groups import capabilities
 from paceline.testing import Meeting, spawn_ranks
 
@@ -236,6 +239,14 @@ def test_every_keyword_of_torchs_wrapper_has_a_row() -> None:
     assert set(keywords) <= first_cells(text_of("migrating.md"))
 
 
+def test_every_keyword_and_method_of_torchs_join_has_a_row() -> None:
+    calls = (TorchJoin.__init__, TorchDDP.join)
+    keywords = {name for call in calls for name in inspect.signature(call).parameters}
+    methods = {name for kind in (TorchJoin, TorchJoinHook) for name in vars(kind)}
+    public = {name for name in methods if not name.startswith("_")}
+    assert public | keywords - {"self", "kwargs"} <= first_cells(text_of("migrating.md"))
+
+
 def test_every_public_method_of_torchs_wrapper_has_a_row() -> None:
     methods = [name for name in vars(TorchDDP) if not name.startswith("_")]
     assert set(methods) <= first_cells(text_of("migrating.md"))
@@ -383,8 +394,8 @@ def undocumented(kind: type) -> Iterator[str]:
 def test_every_variable_that_a_user_may_set_is_on_its_page() -> None:
     sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r"PACELINE_[A-Z_]+[A-Z]", text)}
-    between_our_own_processes = {"PACELINE_LAUNCHER", "PACELINE_NOTES"}
-    assert read - between_our_own_processes <= first_cells(text_of("reference/environment.md"))
+    assert read - set(BETWEEN_US) <= first_cells(text_of("reference/environment.md"))
+    assert read == {*OWN, *BETWEEN_US}  # those that the doctor knows
 
 
 def test_every_saved_result_is_on_the_page_of_benchmarks() -> None:

@@ -45,6 +45,7 @@ def test_the_version_is_the_packages(capsys) -> None:
     ("words", "said"),
     [
         (["rnu"], "No such command 'rnu'"),
+        (["docter"], "No such command 'docter'"),
         (["--verbose"], "No such option: --verbose"),
         (["run", "--verbose", "x.py"], "No such option: --verbose"),
     ],
@@ -55,6 +56,17 @@ def test_a_misuse_is_told_in_one_line(capsys, words: list[str], said: str) -> No
     assert shown.err.startswith(f"paceline: {said}")
     assert shown.err.count("\n") == 1
     assert "--help" in shown.err
+    assert "?." not in shown.err
+
+
+def test_a_disk_that_is_full_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        child = subprocess.run(
+            [sys.executable, "-m", "paceline", "bench"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert child.stderr == "paceline: its output could not be written: No space left on device.\n"
+    assert child.returncode == 1
 
 
 def test_every_command_is_a_function_named_like_its_file() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import typer
 
 from paceline.cli import bench as command
 from paceline.cli import main
@@ -32,11 +33,13 @@ sys.exit(3)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with two benchmarks and a module that is none."""
-    (tmp_path / "good.py").write_text(GOOD)
-    (tmp_path / "bad.py").write_text(BAD)
-    (tmp_path / "report.py").write_text('"""What the benchmarks print."""\n')
-    monkeypatch.setattr(command, "find_folder", lambda: tmp_path)
-    return tmp_path
+    place = tmp_path / "benchmarks"
+    place.mkdir()
+    (place / "good.py").write_text(GOOD)
+    (place / "bad.py").write_text(BAD)
+    (place / "report.py").write_text('"""What the benchmarks print."""\n')
+    monkeypatch.setattr(command, "find_folder", lambda: place)
+    return place
 
 
 def test_the_checkouts_own_benchmarks_are_found_with_their_questions() -> None:
@@ -97,6 +100,26 @@ def test_an_unknown_name_is_told_what_there_is(
 ) -> None:
     assert main(["bench", "best"]) == 2
     assert "no benchmark is called 'best'; there is bad, good." in capsys.readouterr().err
+
+
+def test_one_that_needs_an_environment_of_its_own_runs_there_or_says_how_to_make_it(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    usual = "python benchmarks/good.py"
+    (folder / "other.py").write_text(GOOD.replace(usual, ".venv-other/bin/python other.py"))
+    found = read_benchmark(folder / "other.py")
+    assert found is not None
+    assert found.lacks == ".venv-other"
+    assert command._choose({"other": found}, ["all"]) == []
+    assert "it is left out" in capfd.readouterr().err
+    with pytest.raises(typer.Exit):
+        command._choose({"other": found}, ["other"])
+    assert "other needs .venv-other, which `make bench-other`" in capfd.readouterr().err
+    found.python.parent.mkdir(parents=True)
+    found.python.write_text("#!/bin/sh\necho ran there\n")
+    found.python.chmod(0o755)
+    command._run(found, False, None)
+    assert "ran there" in capfd.readouterr().out
 
 
 def test_outside_a_checkout_it_says_where_the_benchmarks_are(

@@ -239,6 +239,33 @@ def test_the_page_shows_progress_loss_speed_waiting_and_each_rank() -> None:
     assert len(re.findall(r"^│ +[01] +80 samples/s", shown, re.MULTILINE)) == 2
 
 
+@pytest.mark.parametrize("width", [44, 80, 200])
+def test_the_page_shows_the_whole_curve_and_title_however_wide_the_terminal_is(width: int) -> None:
+    board = live.Board(f"paceline demo: {GptTask.title}", GptTask.measure, 2)
+    for step in range(300):
+        board.hear(tick(step=step, loss=float(300 - step)))
+    for step in range(8):
+        board.hear(Checked(step, step / 10))
+    board.hear(Stage("comparing with torch's DistributedDataParallel over gloo"))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(live.page(board, width))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert "█" in shown.split("loss", 1)[1].split("\n")[0]
+    assert "▁  1.000" in shown  # the curve's last stretch, and the loss there
+    assert " 0.700 " in shown
+    words = shown.replace("│", " ").replace("─", " ").split()
+    assert " ".join(board.title.split()) in " ".join(words)
+    assert max(map(len, shown.splitlines())) <= min(width, live.WIDE)
+
+
+def test_a_run_of_one_step_has_a_speed() -> None:
+    board = live.Board("title", "loss", 1)
+    board.hear(tick(step=1, samples=8, seconds=2.0))
+    board.hear(tick(step=1, samples=8, seconds=4.0, progress=1.0))
+    assert board.samples_per_second() == 2.0
+
+
 def test_where_there_is_no_terminal_it_says_a_line_at_each_stage_and_at_the_end() -> None:
     out = io.StringIO()
     view = live.open_view(live.Board("a title", "loss", 2), out)
@@ -274,6 +301,13 @@ def test_in_a_terminal_the_page_is_drawn_in_place_and_stays_at_the_end(
     assert "starting 2 ranks" in shown
     assert "comparing" in shown.rsplit("a title", 1)[1]
     assert "\x1b[1A" in shown  # it went up to draw over what was there
+
+
+def test_a_terminal_that_cannot_draw_over_what_it_shows_gets_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(live.open_view(live.Board("a title", "loss", 2), Terminal()), live.Lines)
 
 
 # -- training on threads ----------------------------------------------------------------------
@@ -361,6 +395,8 @@ def test_the_comparison_is_a_median_of_ratios_and_tells_how_far_losses_are_apart
         (["--backend", "smoke"], "smoke"),
         (["--model", "llama"], "llama"),
         (["--out", f"{__file__}/here"], "Not a directory"),
+        (["--out", __file__], "this is a file; give a folder"),
+        (["--out", "/proc"], "give another folder"),  # where nothing can be written
     ],
 )
 def test_wrong_input_gives_one_line_and_the_code_2(
@@ -370,6 +406,14 @@ def test_wrong_input_gives_one_line_and_the_code_2(
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("paceline: ")
     assert part in said
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "report.html in it is a folder" in capsys.readouterr().err
 
 
 def test_without_scikit_learn_the_digits_say_what_to_install(
@@ -421,6 +465,7 @@ def test_the_demo_trains_compares_and_writes_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank-00007.json").write_text("of a run before")
+    (tmp_path / "failure.txt").write_text("of a run before")
     said = run_demo(capfd, "--nproc", "2", "--steps", "12", "--out", str(tmp_path))
     assert "12 steps on 2 ranks over shm" in said
     before, after = re.findall(r"was (\S+) nats.* is (\S+) now", said)[0]
@@ -431,6 +476,7 @@ def test_the_demo_trains_compares_and_writes_a_report(
         "rank-00000.json",
         "rank-00001.json",
     ]
+    assert not (tmp_path / "failure.txt").exists()
     report = Path(said.rsplit("The run in pictures: ", 1)[1].strip())
     assert report == tmp_path / "report.html"
     assert "<html" in report.read_text().lower()
@@ -444,7 +490,8 @@ def test_the_digits_are_read_over_gloo_too(
     said = run_demo(capfd, *arguments, "--steps", "60", "--out", str(tmp_path))
     assert "60 steps on 2 ranks over gloo" in said
     assert float(re.findall(r"is (\S+) now", said)[0]) > 0.9
-    assert said.count("read as") == 6
+    assert said.count("read as") == 4
+    assert max(len(line) for line in said.splitlines() if "read as" in line) <= 80
 
 
 def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def healthy() -> Facts:
         load=0.5,
         memory=Memory(32 * GIB, 30 * GIB, 16 * GIB, 16 * GIB, True),
         compiler="/usr/bin/cc",
-        engines={"shm": Availability(True), "gloo": Availability(True)},
+        engines={
+            "shm": Availability(True),
+            "gloo": Availability(True),
+            "nccl": Availability(False, "no NCCL"),
+        },
         host=Host("here", "10.0.0.1", True),
         interfaces=[Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1")],
         gpus=[],
@@ -55,6 +60,16 @@ def healthy() -> Facts:
 
 
 NO_SHM = {"shm": Availability(False, "its C library was not built"), "gloo": Availability(True)}
+
+
+def setting(name: str, value: str) -> dict[str, object]:
+    """One more variable in the environment."""
+    return {"settings": {"OMP_NUM_THREADS": "1", name: value}}
+
+
+def backend(name: str) -> dict[str, object]:
+    """The choice of a backend in the environment."""
+    return setting("PACELINE_BACKEND", name)
 
 
 # -- advice -----------------------------------------------------------------------------------
@@ -79,6 +94,12 @@ def test_a_healthy_machine_needs_no_advice() -> None:
         ({"load": 30.0}, "The machine is busy: 30.0"),
         ({"host": Host("here", "", False)}, "The name here leads to no address"),
         ({"host": Host("here", "10.9.9.9", False)}, "10.9.9.9, which is no address of this"),
+        ({"interfaces": []}, "No network interface is up"),
+        (backend("smoke"), "PACELINE_BACKEND is smoke, which is no backend"),
+        (backend("nccl"), "nccl, which cannot be used here: no NCCL. Unset it"),
+        (backend("gloo"), "PACELINE_BACKEND is gloo, so ranks on one host do not use shm"),
+        (setting("PACELINE_WARNAFTER", "5"), "did you mean PACELINE_WARN_AFTER?"),
+        (setting("PACELINE_QUX", "5"), "PACELINE_QUX is set, and paceline reads no variable"),
         ({"gpu_device": True}, "an NVIDIA GPU that torch does not see"),
     ],
 )
@@ -108,6 +129,22 @@ def test_auto_takes_gloo_with_the_reason_where_shm_cannot_be_used() -> None:
     without = replace(healthy(), engines=NO_SHM)
     assert pick(without) == {"cpu": "gloo, because shm cannot be used: its C library was not built"}
     assert "cuda" in pick(replace(healthy(), gpus=["H200"]))
+
+
+def test_auto_takes_what_the_environment_says() -> None:
+    facts = replace(healthy(), gpus=["H200"], **backend("gloo"))  # type: ignore[arg-type]
+    said = "gloo, because PACELINE_BACKEND says so"
+    assert pick(facts) == {"cpu": said, "cuda": said}
+    facts = replace(facts, **backend("nccl"))  # type: ignore[arg-type]
+    assert pick(facts) == pick(replace(healthy(), gpus=["H200"]))
+    assert pick(replace(healthy(), **backend("smoke")))["cpu"].startswith("nothing: ")  # type: ignore[arg-type]
+    assert pick(replace(healthy(), **backend("auto"))) == pick(healthy())  # type: ignore[arg-type]
+
+
+def test_without_any_network_gloo_is_not_blamed_on_a_firewall() -> None:
+    failed = Probe("gloo", "", False, "no interface")
+    told = advise(replace(healthy(), interfaces=[]), [WELL, failed], loopback=failed)
+    assert [text.split(",")[0] for text in told[1:]] == ["No network interface is up"]
 
 
 def test_a_version_is_read_from_any_build() -> None:
@@ -162,6 +199,8 @@ def test_memory_and_cores_of_this_machine_are_sensible() -> None:
     assert 0 < memory.available <= memory.total
     assert 1 <= facts.cores.usable <= facts.cores.allowed <= facts.cores.installed
     assert facts.engines == capabilities()
+    if shutil.which("lscpu"):
+        assert facts.cpu
 
 
 # -- the tries --------------------------------------------------------------------------------

@@ -37,6 +37,12 @@ def test_out_names_the_pages_file(run: Path, tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
 
 
+def test_out_names_a_folder_that_is_still_to_be_made(run: Path, tmp_path: Path) -> None:
+    assert main(["report", str(run), "--out", str(tmp_path / "new" / "pages")]) == 0
+    assert (tmp_path / "new" / "pages" / "report.html").exists()
+    assert (tmp_path / "new" / "pages" / "trace.json").exists()
+
+
 def test_open_shows_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: shown.append(url) or True)

@@ -6,7 +6,9 @@ for torch, nor ``paceline doctor`` for the demo. The others are listed with thei
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from . import say
+
+STDOUT = 1
 
 # What `paceline --help` says of each; the file of that name has a function of that name.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -65,14 +69,23 @@ def _say_what_is_wrong(error: Exception) -> int:
     """Tell a misuse in one line; typer has carried its own copy of click since 0.20."""
     if type(error).__name__ == "Abort":
         return _say_stopped()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _say_full(error)
     if not hasattr(error, "format_message"):
         raise error
     if not error.format_message():  # nothing was asked, and the help has been shown
         return int(getattr(error, "exit_code", 2))
     context = getattr(error, "ctx", None)
     hint = f" See {context.command_path} --help." if context else ""
-    say.complain(f"{error.format_message().rstrip('.')}.{hint}")
+    text = error.format_message().rstrip(".")
+    say.complain(f"{text}{'' if text.endswith('?') else '.'}{hint}")
     return int(getattr(error, "exit_code", 2))
+
+
+def _say_full(error: OSError) -> int:
+    say.complain(f"{error.filename or 'its output'} could not be written: {error.strerror}.")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # or the last flush fails again
+    return 1
 
 
 def app_with(chosen: str) -> typer.Typer:

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _HOW_LONG = re.compile(r"--save \S+ {2,}(.+)")
+_PYTHON = re.compile(r"^ +(\.venv-\w+)/bin/python \S+ --save", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Benchmark:
     question: str  # the first sentence of its docstring
     how_long: str  # in its own words; empty if it does not say
     has_quick: bool
+    python: Path  # what runs it: this Python, or that of an environment of its own
+
+    @property
+    def lacks(self) -> str:
+        """The environment that it needs and that is not there; empty if nothing is missing."""
+        return "" if self.python.exists() else self.python.parents[1].name
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,26 @@ def bench(
     if not names:
         _show_list(list(known.values()))
         return
-    chosen = list(known) if names == [ALL] else names
-    if unknown := [name for name in chosen if name not in known]:
-        say.fail(f"bench: no benchmark is called {unknown[0]!r}; there is {', '.join(known)}.")
-    ran = [
-        _run(known[name], quick, _target(folder, name, quick) if save else None) for name in chosen
-    ]
+    chosen = _choose(known, names)
+    ran = [_run(one, quick, _target(folder, one.name, quick) if save else None) for one in chosen]
     _show_runs(ran)
     if any(one.code for one in ran):
         raise typer.Exit(1)
+
+
+def _choose(known: Mapping[str, Benchmark], names: Sequence[str]) -> list[Benchmark]:
+    """Those of the names; of all, those that can run here."""
+    if unknown := [name for name in names if name not in (*known, ALL)]:
+        say.fail(f"bench: no benchmark is called {unknown[0]!r}; there is {', '.join(known)}.")
+    asked = known if ALL in names else dict.fromkeys(names)
+    chosen = [known[name] for name in asked]
+    for one in [one for one in chosen if one.lacks]:
+        text = f"bench: {one.name} needs {one.lacks}, which `make bench-{one.name}` makes and uses"
+        if ALL not in names:
+            say.fail(f"{text}.")
+        say.note(f"{text}; it is left out.")
+        chosen.remove(one)
+    return chosen
 
 
 def find_folder() -> Path | None:
@@ -111,7 +129,9 @@ def read_benchmark(path: Path) -> Benchmark | None:
     about = ast.get_docstring(tree) or ""
     how_long = _HOW_LONG.search(about)
     takes = how_long.group(1) if how_long else ""
-    return Benchmark(path.stem, path, question_in(about), takes, "--quick" in options)
+    own = _PYTHON.search(about)
+    python = path.parents[1] / own.group(1) / "bin" / "python" if own else Path(sys.executable)
+    return Benchmark(path.stem, path, question_in(about), takes, "--quick" in options, python)
 
 
 def question_in(about: str) -> str:
@@ -157,7 +177,7 @@ def _run(one: Benchmark, quick: bool, target: Path | None) -> Ran:
     print(f"\n{one.name}: {one.question}\n", flush=True)
     began = time.monotonic()
     try:
-        code = subprocess.run([sys.executable, str(one.path), *options], check=False).returncode
+        code = subprocess.run([str(one.python), str(one.path), *options], check=False).returncode
     except KeyboardInterrupt:  # it has got the signal too
         say.complain(f"bench: {one.name} was stopped.")
         raise typer.Exit(130) from None

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import sys
+import tempfile
+import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 MOST_RANKS = 16  # that it starts by itself; more would mostly import torch
 LIMIT = 64  # ranks of shm
 LONGEST = 86_400.0  # seconds; then its ranks are ended in any case
+WIDEST = 100  # columns of what it says in the end
+PAGE, TRACE, FAILURE = "report.html", "trace.json", "failure.txt"  # what it writes, besides logs
 
 
 class Model(str, Enum):
@@ -103,12 +109,19 @@ def _check(model: str, backend: str, seconds: float | None) -> None:
 
 
 def _make_folder(out: Path) -> None:
+    """Have a folder in which files can be written; better to fail now than in a minute."""
+    if out.exists() and not out.is_dir():
+        say.fail(f"demo --out {out}: this is a file; give a folder for the report.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for old in out.glob("rank-*.json"):  # of a run before, maybe of more ranks
-            old.unlink()
+        for old in (*out.glob("rank-*.json"), out / FAILURE):  # of a run before
+            old.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
-        say.fail(f"demo --out {out}: {error.strerror or error}.")
+        say.fail(f"demo --out {out}: {error.strerror or error}; give another folder.")
+    if taken := [name for name in (PAGE, TRACE) if (out / name).is_dir()]:
+        say.fail(f"demo --out {out}: {taken[0]} in it is a folder; give another folder.")
 
 
 def _plan(
@@ -191,9 +204,12 @@ def _polite_ends() -> Iterator[None]:
 def _tell_failure(error: RanksFailedError, out: Path) -> NoReturn:
     from .doctor_probe import reason_of
 
-    rank, path = error.failures[0][0], out / "failure.txt"
-    path.write_text(f"{error}\n")
-    say.fail(f"demo: rank {rank} failed: {reason_of(error)} Tracebacks of all: {path}", code=1)
+    rank, path = error.failures[0][0], out / FAILURE
+    text = f"demo: rank {rank} failed: {reason_of(error)}"
+    with suppress(OSError):  # where nothing can be written, what it failed with is enough
+        path.write_text(f"{error}\n")
+        text += f" Tracebacks of all: {path}"
+    say.fail(text, code=1)
 
 
 def _tell(plan: Plan, ending: Ending, ranks: int, out: Path) -> None:
@@ -201,13 +217,23 @@ def _tell(plan: Plan, ending: Ending, ranks: int, out: Path) -> None:
     from .demo_tasks import TASKS
 
     print(f"\n{ending.shown}\n")
-    print(summary(TASKS[plan.task], ending, ranks))
+    _print(summary(TASKS[plan.task], ending, ranks))
     if ending.comparison is not None:
-        print(ending.comparison.sentence(ending.backend))
+        _print(ending.comparison.sentence(ending.backend))
     if busy := busy_note(os.getloadavg()[0], ranks, cores()):
-        print(busy)
-    page = recorder.write_report(out)
+        _print(busy)
+    try:
+        page = recorder.write_report(out)
+    except OSError as error:
+        say.fail(f"demo: the report could not be written: {error.strerror or error}.", code=1)
     print(f"The run in pictures: {page.resolve()}")
+
+
+def _print(text: str) -> None:
+    """Break lines between words where a terminal would break them anywhere."""
+    if sys.stdout.isatty():
+        text = textwrap.fill(text, min(WIDEST, shutil.get_terminal_size().columns))
+    print(text)
 
 
 def summary(task: type[Task], ending: Ending, ranks: int) -> str:

@@ -56,7 +56,7 @@ class Task(Protocol):
 class GptTask:
     """Characters of the standard library's source."""
 
-    title = "a GPT over characters, on the source of Python's standard library"
+    title = "a GPT over characters, on the standard library's source"
     measure, unit = "held-out loss", "nats per character"
     steps, seconds = 800, 180.0
     batch, context, asked = 8, 64, 256  # sequences of a rank, their length, sequences of a check
@@ -152,7 +152,7 @@ class DigitsTask:
 
     def show(self, model: nn.Module) -> str:
         """Some test images side by side, and what it takes them for."""
-        images, labels = demo_digits.load_digits().test[:6]
+        images, labels = demo_digits.load_digits().test[:4]  # what fits on 80 columns
         model.eval()
         with torch.no_grad():
             read = model(images).argmax(1).tolist()

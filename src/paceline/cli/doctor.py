@@ -77,9 +77,12 @@ def fact_lines(facts: Facts) -> Iterator[str]:
     for name, engine in facts.engines.items():
         if engine.reason:
             yield _row("", f"{name}: {engine.reason}")
-    yield _row("host", f"{host.name} leads to {host.address or 'no address'}")
+    within = " (this machine only)" if host.address.startswith("127.") else ""
+    yield _row("host", f"{host.name} leads to {host.address or 'no address'}{within}")
     for interface in facts.interfaces:
         yield _row("network", f"{interface.name} {interface.address or '(no IPv4 address)'}")
+    if not facts.interfaces:
+        yield _row("network", "none that is up")
     yield _row("GPU", "; ".join(facts.gpus) or "none that torch sees")
     yield _row("NCCL", facts.nccl or "none")
     for name, values in facts.launchers.items():

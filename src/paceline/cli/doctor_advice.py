@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 
-from .doctor_facts import Facts
+from .doctor_facts import BETWEEN_US, OWN, Facts
 from .doctor_probe import Probe
 
 TORCH = ((2, 11), (2, 14))  # from, and below
 GIB = 1 << 30
+ENGINES = ("gloo", "hybrid", "nccl", "shm")  # what auto can take
 LITTLE = GIB  # of /dev/shm; containers have 64 MiB unless told otherwise
 
 
@@ -21,23 +23,38 @@ def advise(facts: Facts, probes: Sequence[Probe], loopback: Probe | None = None)
 
 def pick(facts: Facts) -> dict[str, str]:
     """What ``auto`` takes for tensors of each device, and why."""
-    shm = facts.engines["shm"]
-    picks = {
-        "cpu": "shm where all ranks share a host, hybrid (shm within hosts, gloo between them) "
-        "where some do, gloo otherwise"
-        if shm.available
-        else f"gloo, because shm cannot be used: {shm.reason}"
-    }
+    picks = {"cpu": _pick_for_cpu(facts)}
     if facts.gpus:
-        picks["cuda"] = "nccl, which torch brings along"
+        told = "gloo, because PACELINE_BACKEND says so"
+        picks["cuda"] = told if _asked(facts) == "gloo" else "nccl, which torch brings along"
     return picks
+
+
+def _pick_for_cpu(facts: Facts) -> str:
+    shm, asked = facts.engines["shm"], _asked(facts)
+    if asked and asked not in ENGINES:
+        return f"nothing: PACELINE_BACKEND is {asked}, which is no backend"
+    if asked and asked != "nccl":  # which moves no CPU tensors, so that auto picks as usual
+        return f"{asked}, because PACELINE_BACKEND says so"
+    if not shm.available:
+        return f"gloo, because shm cannot be used: {shm.reason}"
+    return (
+        "shm where all ranks share a host, hybrid (shm within hosts, gloo between them) "
+        "where some do, gloo otherwise"
+    )
+
+
+def _asked(facts: Facts) -> str:
+    """The backend that the environment settles for all ranks; empty if it leaves that open."""
+    asked = facts.settings.get("PACELINE_BACKEND", "auto")
+    return "" if asked == "auto" else asked
 
 
 def _on_probes(facts: Facts, probes: Sequence[Probe], loopback: Probe | None) -> Iterator[str]:
     for probe in probes:
         if not probe.ok:
             yield f"Two processes could not use {probe.asked}: {probe.error}"
-    if loopback is None:
+    if loopback is None or not _has_network(facts):
         return
     if loopback.ok:
         names = ", ".join(i.name for i in facts.interfaces if i.address) or "none"
@@ -53,7 +70,14 @@ def _on_probes(facts: Facts, probes: Sequence[Probe], loopback: Probe | None) ->
         )
 
 
+def _has_network(facts: Facts) -> bool:
+    return any(interface.address for interface in facts.interfaces)
+
+
 def _on_software(facts: Facts) -> Iterator[str]:
+    if asked := _asked(facts):
+        yield from _on_backend(facts, asked)
+    yield from _on_names(facts)
     if not TORCH[0] <= version_of(facts.torch) < TORCH[1]:
         low, high = (".".join(map(str, bound)) for bound in TORCH)
         yield f"torch is {facts.torch}; paceline is tested with {low} up to, not with, {high}."
@@ -73,6 +97,35 @@ def _on_software(facts: Facts) -> Iterator[str]:
     yield from _on_threads(facts)
 
 
+def _on_names(facts: Facts) -> Iterator[str]:
+    """On variables that look like ours and are none: a slip that nothing else would notice."""
+    for name in facts.settings:
+        if name.startswith("PACELINE_") and name not in (*OWN, *BETWEEN_US):
+            near = difflib.get_close_matches(name, OWN, 1)
+            meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(OWN)}."
+            yield f"{name} is set, and paceline reads no variable of that name: {meant}"
+
+
+def _on_backend(facts: Facts, asked: str) -> Iterator[str]:
+    """On a choice made in the environment, which is easily forgotten there."""
+    known = [name for name in ENGINES if name in facts.engines]
+    if asked not in known:
+        yield (
+            f"PACELINE_BACKEND is {asked}, which is no backend that auto could take: set it to one "
+            f"of {', '.join(known)}, or unset it."
+        )
+    elif not facts.engines[asked].available:
+        yield (
+            f"PACELINE_BACKEND is {asked}, which cannot be used here: "
+            f"{facts.engines[asked].reason}. Unset it, and auto takes what can."
+        )
+    elif asked == "gloo" and facts.engines["shm"].available:
+        yield (
+            "PACELINE_BACKEND is gloo, so ranks on one host do not use shm, which is several times "
+            "faster. Unless you want that, unset it."
+        )
+
+
 def _on_threads(facts: Facts) -> Iterator[str]:
     cores, threads = facts.cores.usable, facts.settings.get("OMP_NUM_THREADS", "")
     if not threads and cores > 1:
@@ -86,6 +139,11 @@ def _on_threads(facts: Facts) -> Iterator[str]:
 
 def _on_machine(facts: Facts) -> Iterator[str]:
     cores, memory, host = facts.cores, facts.memory, facts.host
+    if not _has_network(facts):
+        yield (
+            "No network interface is up, not even loopback, and gloo needs one: "
+            "ip link set lo up (in a sandbox: allow it)."
+        )
     if not memory.memfd:
         yield "memfd_create does not work here (an old kernel or a sandbox), and shm needs it."
     if memory.dev_shm < LITTLE:

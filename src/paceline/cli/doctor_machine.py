@@ -13,6 +13,7 @@ import platform
 import shutil
 import socket
 import struct
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,12 +139,21 @@ def _memfd_works() -> bool:
 
 
 def cpu_name() -> str:
-    """As the kernel tells it; empty on machines whose /proc/cpuinfo has numbers only."""
+    """As the kernel tells it, or lscpu: ARM's /proc/cpuinfo has numbers only. Else empty."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        if found := _value_of("model name", Path("/proc/cpuinfo").read_text()):
+            return found
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=True, timeout=10)
+        names = (_value_of(name, told.stdout) for name in ("Vendor ID", "Model name"))
+        return " ".join(name for name in names if name not in ("", "-"))
     return platform.processor()
+
+
+def _value_of(name: str, text: str) -> str:
+    """What stands after the colon of the first line of that name; empty if there is none."""
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def find_compiler() -> str:

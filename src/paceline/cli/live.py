@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections import deque
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 WINDOW = 12  # ticks of a rank over which its speed is taken
 REDRAW, LINE_EVERY = 0.25, 5.0  # seconds
 BARS = "▁▂▃▄▅▆▇█"
-CURVE = 60  # characters
+CURVE = 60  # characters, where there is room
+NARROW, WIDE = 40, 100  # columns that the page is laid out for, at least and at most
 ROWS = 16  # ranks that are listed
 
 
@@ -79,10 +81,11 @@ class Board:
 def _slope(ticks: Sequence[Tick]) -> float:
     if not ticks or not ticks[-1].seconds:
         return 0.0
-    if len(ticks) == 1:
-        return ticks[0].samples / ticks[0].seconds
     seconds = ticks[-1].seconds - ticks[0].seconds
-    return (ticks[-1].samples - ticks[0].samples) / seconds if seconds > 0 else 0.0
+    samples = ticks[-1].samples - ticks[0].samples
+    if seconds <= 0 or samples <= 0:  # one tick, or none of another step
+        return ticks[-1].samples / ticks[-1].seconds
+    return samples / seconds
 
 
 def sparkline(values: Sequence[float], width: int = CURVE) -> str:
@@ -153,8 +156,8 @@ class Screen:
         from rich.live import Live
 
         self.board = board
-        console = Console(file=stream)
-        self._live = Live(page(board), console=console, auto_refresh=False, transient=False)
+        self._console = Console(file=stream)
+        self._live = Live(self._page(), console=self._console, auto_refresh=False, transient=False)
         self._live.start(refresh=True)
         self._due = 0.0
 
@@ -163,52 +166,75 @@ class Screen:
         self.board.hear(message)
         if time.monotonic() >= self._due or not isinstance(message, Tick):
             self._due = time.monotonic() + REDRAW
-            self._live.update(page(self.board), refresh=True)
+            self._live.update(self._page(), refresh=True)
 
     def close(self) -> None:
         """Draw a last time and leave the page where it is."""
-        self._live.update(page(self.board), refresh=True)
+        self._live.update(self._page(), refresh=True)
         self._live.stop()
+
+    def _page(self) -> RenderableType:
+        return page(self.board, self._console.width)
 
 
 def open_view(board: Board, stream: TextIO | None = None) -> Screen | Lines:
-    """A page where ``stream`` is a terminal that can show it, else lines."""
+    """A page where ``stream`` is a terminal that can draw over what it shows, else lines."""
     stream = stream or sys.stdout
     unicode = (stream.encoding or "").lower().startswith("utf")
-    return Screen(board, stream) if stream.isatty() and unicode else Lines(board, stream)
+    draws = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Screen(board, stream) if draws and unicode else Lines(board, stream)
 
 
-def page(board: Board) -> RenderableType:
-    """The whole board, for a terminal."""
+def page(board: Board, width: int = WIDE) -> RenderableType:
+    """The whole board, for a terminal that is ``width`` columns wide."""
     from rich.console import Group
     from rich.panel import Panel
+    from rich.text import Text
+
+    inside = min(WIDE, max(NARROW, width)) - 4  # without the frame
+    fits = len(board.title) + 2 <= inside
+    above = () if fits else (Text(board.title, style="bold"), "")
+    stage = Text(board.stage if board.stage != "training" else "", style="bold")
+    parts = (*above, _head(board, inside), stage, _facts(board, inside), "", _ranks(board, inside))
+    return Panel(Group(*parts), title=board.title if fits else None, expand=False)
+
+
+def _head(board: Board, inside: int) -> RenderableType:
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    tick = board.lead
+    told = (f"{tick.progress:.0%}", f"step {tick.step}", f"{tick.seconds:.0f} s")
+    head = Table.grid(padding=(0, 2))
+    room = inside - sum(len(text) + 2 for text in told)
+    head.add_row(ProgressBar(1.0, tick.progress, width=min(40, room)), *told)
+    return head
+
+
+def _facts(board: Board, inside: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    tick = board.lead
-    head = Table.grid(padding=(0, 2))
-    head.add_row(
-        ProgressBar(total=1.0, completed=tick.progress, width=40),
-        f"{tick.progress:.0%}",
-        f"step {tick.step}",
-        f"{tick.seconds:.0f} s",
-        board.stage if board.stage != "training" else "",
-    )
     loss = f"{board.losses[-1]:.3f}" if board.losses else ""
+    room = min(CURVE, inside - len(board.measure) - 2 - len(loss) - 2)
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("loss", Text(sparkline(board.losses), style="cyan"), Text(loss, style="bold"))
-    facts.add_row(board.measure, _told(board), "")
+    curve = Text(sparkline(board.losses, room), style="cyan")
+    facts.add_row("loss", curve, Text(loss, style="bold"))
+    facts.add_row(board.measure, _told(board, room), "")
     facts.add_row("speed", f"{board.samples_per_second():,.0f} samples/s", "")
     facts.add_row("waiting", f"{board.waiting:.1%} of the time", "")
-    return Panel(Group(head, "", facts, "", _ranks(board)), title=board.title, expand=False)
+    return facts
 
 
-def _told(board: Board) -> str:
-    return "  ".join(f"{check.value:.3f}" for check in board.checks[-8:])
+def _told(board: Board, room: int) -> str:
+    """The latest checks, as many as there is room for."""
+    told = [f"{check.value:.3f}" for check in board.checks[-8:]]
+    while len(told) > 1 and len("  ".join(told)) > room:
+        del told[0]
+    return "  ".join(told)
 
 
-def _ranks(board: Board) -> RenderableType:
+def _ranks(board: Board, inside: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -218,8 +244,9 @@ def _ranks(board: Board) -> RenderableType:
     shown = sorted(board.latest)[:ROWS]
     speeds = {rank: board.own_speed(rank) for rank in shown}
     fastest = max(speeds.values(), default=0.0) or 1.0
+    longest = min(24, inside - 33)  # what the other columns leave
     for rank, speed in speeds.items():
-        bar = Text("█" * max(1, round(24 * speed / fastest)), style="green")
+        bar = Text("█" * max(1, round(longest * speed / fastest)), style="green")
         waiting = f"{board.latest[rank].waiting:.1%}"
         table.add_row(str(rank), f"{speed:,.0f} samples/s", bar, waiting)
     if len(board.latest) > ROWS:

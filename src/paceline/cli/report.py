@@ -36,11 +36,15 @@ def _write(run: Path, out: Path | None) -> Path:
 
     try:
         found = read_report(run)
-        page = found.write(out)
     except PacelineError as problem:
         say.fail(str(problem))
     except OSError as problem:
         say.fail(f"{problem.filename or run}: {problem.strerror or problem}.")
+    try:
+        page = found.write(out)
+    except OSError as problem:
+        reason = problem.strerror or problem
+        say.fail(f"the page cannot be written to {out or run}: {reason}. Give another --out.")
     for line in found.notes:
         say.note(line)
     for line in found.said:

@@ -42,8 +42,9 @@ class Report:
     def write(self, out: AnyPath | None = None) -> Path:
         """Write the page, and the trace beside it, and return the page's path.
 
-        ``out`` is the page's file, or a folder for it; without it the page is ``report.html`` among
-        the logs. The trace is ``trace.json`` beside it, or NAME.trace.json beside NAME.html.
+        ``out`` is the page's file, or a folder for it (one that is there, or a name without an
+        ending such as .html); without it the page is ``report.html`` among the logs. The trace is
+        ``trace.json`` beside it, or NAME.trace.json beside NAME.html.
         """
         path = page_path(self.directory, out)
         beside = trace_path(path)
@@ -72,7 +73,7 @@ def write_report(run_dir: AnyPath, out: AnyPath | None = None) -> Path:
 def page_path(run_dir: Path, out: AnyPath | None) -> Path:
     """Where the page goes."""
     path = run_dir if out is None else Path(out)
-    return path / "report.html" if path.is_dir() else path
+    return path / "report.html" if path.is_dir() or not path.suffix else path
 
 
 def trace_path(page: Path) -> Path:

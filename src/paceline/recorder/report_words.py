@@ -114,7 +114,8 @@ def bucket_sentence(facts: Facts) -> str:
     """Which bucket most of the waiting was for, where there are several to choose from."""
     by_bucket = facts.blame.by_bucket
     total = sum(by_bucket.values())
-    if facts.wait_share < NOTICEABLE or len(by_bucket) < 2 or total <= 0:
+    noticed = facts.wait_share >= NOTICEABLE and facts.world_size > 1
+    if not noticed or len(by_bucket) < 2 or total <= 0:
         return ""
     worst = max(by_bucket, key=lambda bucket: by_bucket[bucket])
     if by_bucket[worst] < 0.6 * total:
