@@ -24,8 +24,14 @@ class UnknownBackendError(PacelineError, ValueError):
 
     name: str
     known: Sequence[str]
+    variable: str = ""  # of the environment, that asked for it
 
     def __str__(self) -> str:
+        if self.variable:
+            return (
+                f"{self.variable} is {self.name!r}, which is no backend that it can choose. "
+                f"Set it to one of {', '.join(self.known)}, or unset it."
+            )
         return (
             f"Backend {self.name} not registered. Known here: {', '.join(self.known)}. "
             "Offer one with paceline.register_backend, or install the package that has it "

@@ -143,8 +143,8 @@ def _meet(
         if missing := [name for name in names if name not in os.environ]:
             raise RendezvousError(
                 f"new_group needs {', '.join(missing)} in the environment to find the other ranks",
-                "Start the script with torchrun, set them, or give new_group store=, rank= and "
-                "world_size=.",
+                "Start the script with `paceline run` or torchrun, set them, or give new_group "
+                "store=, rank= and world_size=.",
             )
     given = {} if rank is None else {"rank": rank}
     if world_size is not None:
@@ -279,8 +279,8 @@ def choose_backend(
     ``PACELINE_BACKEND``, which ``paceline run --backend`` sets, settles it for all ranks.
     """
     asked = os.environ.get("PACELINE_BACKEND", "auto")
-    if asked not in ("auto", "gloo", "hybrid", "nccl", "shm"):
-        raise UnknownBackendError(asked, known=["auto", "gloo", "hybrid", "nccl", "shm"])
+    if asked not in (known := ["auto", "gloo", "hybrid", "nccl", "shm"]):
+        raise UnknownBackendError(asked, known, variable="PACELINE_BACKEND")
     if device.type == "cuda":
         return "gloo" if asked == "gloo" else "nccl"
     if asked in ("gloo", "hybrid", "shm"):
