@@ -120,11 +120,14 @@ print("no end", end="")
     }
 
 
-def test_stdout_can_be_shown_of_some_ranks_alone_and_stderr_stays(script, capsys) -> None:
+def test_stdout_can_be_shown_of_some_ranks_alone_and_stderr_stays(script, capsys, tmp_path) -> None:
     text = "import sys; print('out'); print('err', file=sys.stderr)"
-    ended = paceline(capsys, "run", "--nproc", 3, "--show", "1,2", script(text))
+    options = ["--nproc", 3, "--show", "1,2", "--record", tmp_path / "run"]
+    ended = paceline(capsys, "run", *options, script(text))
     assert sorted(by_rank(ended.out)) == [1, 2]
-    assert sorted(by_rank(ended.err)) == [0, 1, 2]
+    *lines, last = ended.err.splitlines()
+    assert sorted(by_rank("\n".join(lines))) == [0, 1, 2]
+    assert "nothing was recorded into" in last, "it made no group"
 
 
 def test_a_failure_starts_all_ranks_again_as_often_as_asked(script, capsys) -> None:
@@ -149,8 +152,11 @@ def test_drop_in_replaces_torchs_names_the_backend_is_the_one_asked_for_and_the_
 ) -> None:
     where = tmp_path / "runs" / "first"
     options = ["--nproc", 2, "--drop-in", "--backend", "gloo", "--record", where]
+    where.mkdir(parents=True)
+    (where / "rank-00002.json").touch()  # of an earlier run, with more ranks
     ended = paceline(capsys, "run", *options, script(TRAIN))
     assert ended.code == 0, ended.err
+    assert "held a run of 1 ranks, which this one replaces" in ended.err
     assert by_rank(ended.out) == {rank: ["paceline.ddp.wrapper gloo"] for rank in (0, 1)}
     assert sorted(path.name for path in where.iterdir()) == ["rank-00000.json", "rank-00001.json"]
 

@@ -1,9 +1,11 @@
 """How output is cut into lines and shown: pure, with a stand-in for the terminal."""
 
 import io
+import os
+import sys
 
 from paceline.cli.run_lines import IDLE, Lines, Piece
-from paceline.cli.run_screen import Bar, Screen
+from paceline.cli.run_screen import Bar, Reader, Screen
 
 
 class Terminal(io.StringIO):
@@ -61,6 +63,31 @@ def test_lines_carry_their_rank_plainly_in_a_file() -> None:
     screen.show(0, over("hello"))
     screen.show(11, over("there"))
     assert screen.stream.getvalue() == "[0] hello\n[11] there\n"
+
+
+def test_letters_that_a_locale_does_not_know_are_spelled_out() -> None:
+    data = io.BytesIO()
+    screen = Screen(io.TextIOWrapper(data, encoding="ascii"))
+    screen.show(0, over("café"))
+    screen.stream.flush()
+    assert data.getvalue() == b"[0] caf\\xe9\n"
+
+
+def test_output_that_cannot_be_written_is_told_once_and_stops_no_rank(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        reader = Reader()
+        reader.add(str(pipe), rank=0, number=1)
+        with pipe.open("w") as rank:
+            for _ in range(10_000):  # more than a pipe holds: it is read to the end
+                rank.write("a line of a rank\n")
+        reader.close()
+    said = "paceline: what the ranks write is not shown any more (No space left on device)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_on_a_terminal_each_rank_has_a_colour(monkeypatch) -> None:

@@ -4,6 +4,8 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import pytest
+
 from paceline.cli.run_meeting import Meeting, _listen
 from paceline.cli.run_plan import Launch
 from paceline.errors import LaunchCountError, LaunchError, PortTakenError
@@ -96,6 +98,16 @@ def test_a_taken_port_and_a_foreign_address_are_told() -> None:
     assert isinstance(error, PortTakenError)
     (error,) = together(Launch(1, 2, 2, 0, "192.0.2.1", free_port()))
     assert "cannot listen on 192.0.2.1" in str(error)
+
+
+def test_a_port_of_another_program_is_told_soon_though_a_launcher_may_come_late(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr("paceline.cli.run_meeting._ANSWER", timedelta(seconds=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(PortTakenError, match="belongs to another program"):
+            Meeting(Launch(1, 2, 2, None, "127.0.0.1", port))
 
 
 def test_the_first_failure_is_agreed_on_and_a_consequence_waits_for_its_cause() -> None:

@@ -1,12 +1,13 @@
 """From options and environment to a plan: pure, in microseconds."""
 
 import doctest
+import resource
 from dataclasses import dataclass
 
 import pytest
 
 from paceline.cli import run_plan, run_schedulers
-from paceline.cli.run_machine import _cgroup_quota, threads_per_rank
+from paceline.cli.run_machine import _cgroup_quota, allow_open_files, threads_per_rank
 from paceline.cli.run_plan import Asked, Become, Launch, make_plan, port_of
 from paceline.cli.run_schedulers import expand_counts, expand_hosts, find_task
 from paceline.errors import LaunchCountError, LaunchError
@@ -73,7 +74,13 @@ def test_one_machine_meets_on_loopback_on_a_free_port() -> None:
     assert plan == Launch(2, 1, 1, 0, "127.0.0.1", 0)
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", ""])
+def test_torchruns_words_for_a_number_of_ranks_are_known() -> None:
+    assert [make_plan(Asked(word), {}, GPUS).nproc for word in ("cpu", "gpu")] == [64, 4]
+    with pytest.raises(LaunchError, match="torch sees no GPU"):
+        make_plan(Asked("gpu"), {}, CORES)
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "", "²", "10000"])
 def test_a_number_of_ranks_that_cannot_be_is_refused(nproc: str) -> None:
     with pytest.raises(LaunchError, match="--nproc"):
         make_plan(Asked(nproc), {}, CORES)
@@ -96,7 +103,7 @@ def test_a_range_of_machines_is_elastic() -> None:
     assert (plan.min_nodes, plan.max_nodes, plan.elastic, plan.address) == (1, 4, True, "::1")
 
 
-@pytest.mark.parametrize("nodes", ["0", "2:1", "x", "1:x", "-1"])
+@pytest.mark.parametrize("nodes", ["0", "2:1", "x", "1:x", "-1", "²"])
 def test_a_number_of_machines_that_cannot_be_is_refused(nodes: str) -> None:
     with pytest.raises(LaunchError, match="--nnodes"):
         make_plan(Asked("2", nodes, rdzv_endpoint="head:2000"), {}, CORES)
@@ -227,6 +234,21 @@ def test_cores_are_shared_out_unless_the_user_has_settled_it() -> None:
     assert threads_per_rank(None, 16, 8, {}) == 1
     assert threads_per_rank(3, 2, 8, {"OMP_NUM_THREADS": "7"}) == 3
     assert threads_per_rank(None, 2, 8, {"OMP_NUM_THREADS": "7"}) is None
+
+
+def test_a_launcher_takes_as_many_open_files_as_it_needs_or_says_that_they_are_too_few() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = min(256, before[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        allow_open_files(few - 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few
+        allow_open_files(few + 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few + 1
+        with pytest.raises(LaunchError, match="open files"):
+            allow_open_files(before[1] + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_containers_quota_counts(tmp_path) -> None:

@@ -92,6 +92,7 @@ def test_a_module_that_is_not_there_is_named(tmp_path) -> None:
         "import sys; sys.exit()",
         "import sys; sys.exit(3)",
         "import sys; sys.exit('in words')",
+        "import sys; sys.exit(256)",
         "import os; os._exit(4)",
         "def f():\n    raise ValueError('two\\nlines')\nf()",
         "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e",
@@ -105,6 +106,37 @@ def test_a_script_ends_as_it_would_alone(tmp_path, text: str) -> None:
     alone, ranked = both(tmp_path, "script.py")
     assert (ranked.stdout, ranked.stderr) == (alone.stdout, alone.stderr)
     assert ranked.returncode == alone.returncode
+
+
+AFTERWARDS = """
+import atexit, os, sys
+
+class NoWords(Exception):
+    def __str__(self):
+        raise ValueError("none")
+
+atexit.register(lambda: print(type(sys.last_value).__name__, sys.stdout.line_buffering))
+if (child := os.fork()) == 0:
+    sys.exit(3)  # which is not the rank's end
+os.waitpid(child, 0)
+print(os.listdir(os.environ["PACELINE_NOTES"]) if "PACELINE_NOTES" in os.environ else "alone")
+raise NoWords
+"""
+
+
+def test_who_asks_at_exit_finds_the_error_though_it_has_no_words_and_a_child_ended_before(
+    tmp_path,
+) -> None:
+    (tmp_path / "script.py").write_text(AFTERWARDS)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    ranked = python(str(BOOTSTRAP), "script.py", cwd=tmp_path, PACELINE_NOTES=str(notes))
+    assert ranked.stdout.splitlines()[-2:] == ["[]", "NoWords False"]
+    assert "run_script" not in ranked.stderr
+    note = json.loads((notes / "rank-1.json").read_text())
+    assert (note["kind"], note["message"]) == ("NoWords", "")
+    alone = python(str(BOOTSTRAP), "script.py", cwd=tmp_path)
+    assert alone.stdout.splitlines()[-2:] == ["alone", "NoWords True"], "lines, for srun to carry"
 
 
 def test_a_failure_is_written_down_and_the_first_rank_prints_it(tmp_path) -> None:

@@ -4,7 +4,7 @@ import doctest
 import signal
 
 from paceline.cli import run_verdict
-from paceline.cli.run_verdict import Ending, Report, judge, read_reports
+from paceline.cli.run_verdict import Ending, Report, judge, read_reports, why_again
 
 
 def report(rank: int, when: float, kind: str = "ValueError", consequence: bool = False) -> Report:
@@ -36,6 +36,15 @@ def test_a_rank_that_noticed_anothers_end_comes_after_it_though_it_raised_before
     assert verdict is not None
     assert verdict.rank == 1
     assert not verdict.consequence
+
+
+def test_a_restart_blames_no_rank_that_only_noticed_a_failure_of_another_machine() -> None:
+    endings = {0: Ending(1, 5.0)}
+    noticed = judge(endings, {0: report(0, 2.0, "PeerLeftError", consequence=True)}, 2)
+    assert why_again(noticed, machines=2) == "a rank of another machine has failed"
+    assert why_again(noticed, machines=1).startswith("rank 0 of 2 failed first: PeerLeftError")
+    assert why_again(judge(endings, {}, 2), machines=2).startswith("rank 0 of 2 failed first")
+    assert why_again(None, machines=2) == "another machine starts its ranks again"
 
 
 def test_a_killed_rank_is_the_cause_of_what_others_noticed() -> None:

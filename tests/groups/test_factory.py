@@ -24,6 +24,7 @@ from paceline.errors import (
 )
 from paceline.groups import capabilities, factory
 from paceline.testing import Meeting, spawn_ranks
+from tests.marks import needs_shm
 
 SECOND = timedelta(seconds=1)
 
@@ -54,6 +55,12 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones() -> None:
         new_group("nosuch", SECOND, "cpu")
     assert isinstance(caught.value, UnknownBackendError)
     assert "shm" in caught.value.known
+
+
+def test_a_variable_that_names_no_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", "glue")
+    with pytest.raises(UnknownBackendError, match=r"PACELINE_BACKEND is 'glue'.* auto, gloo, "):
+        lonely("auto")
 
 
 def test_gloo_refuses_unexpected_options() -> None:
@@ -232,12 +239,14 @@ def test_our_backends_refuse_options_they_do_not_read(backend: str) -> None:
         lonely(backend, mystery=1)
 
 
+@needs_shm
 def test_auto_passes_options_on_and_refuses_those_of_another_backend() -> None:
     lonely("auto", window=1 << 17).shutdown()
     with pytest.raises(UnexpectedOptionError):
         lonely("auto", mystery=1)
 
 
+@needs_shm
 def test_capabilities_say_why_a_backend_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     found = capabilities()
     assert found["gloo"].available
@@ -260,6 +269,7 @@ def choose(meeting: Meeting, broken_rank: int | None) -> str:
     return group.backend
 
 
+@needs_shm
 def test_auto_picks_shm_on_one_host_and_gloo_when_a_rank_cannot() -> None:
     assert spawn_ranks(2, choose, None) == ["shm", "shm"]
     assert spawn_ranks(3, choose, 1) == ["gloo", "gloo", "gloo"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.errors import IntegrationMissingError
+from paceline.integrations.published import strategies_of
 from paceline.testing import Meeting, spawn_ranks
 
 from ..scripts import on_ranks
@@ -34,6 +36,18 @@ def test_without_lightning_the_import_says_what_to_install(
     assert "pip install 'paceline[lightning]'" in str(caught.value)
     assert isinstance(caught.value, ImportError)
     assert caught.value.name == "lightning"
+
+
+def test_the_package_that_is_imported_already_is_the_one_that_is_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("first_lightning", "second_lightning")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, f"{name}.strategies", ModuleType(f"{name}.strategies"))
+    assert strategies_of("me", *names).__name__ == "first_lightning.strategies"
+    monkeypatch.delitem(sys.modules, "first_lightning")
+    assert strategies_of("me", *names).__name__ == "second_lightning.strategies"
 
 
 def batch(rank: int, step: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -45,6 +46,24 @@ def with_key(address: Address, key: bytes) -> Address:
 def test_a_question_is_answered(office: Office) -> None:
     assert ask(office.address, b"where?") == b"answer to where?"
     assert office.listener.host == "127.0.0.1", "nobody from outside can ask"
+
+
+def test_a_process_with_many_open_files_answers_too() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine allows few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1024:
+            taken.append(os.dup(taken[0]))
+        crowded = Office()
+        assert ask(crowded.address, b"where?") == b"answer to where?"
+        crowded.listener.close()
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_long_answer_comes_whole(office: Office) -> None:

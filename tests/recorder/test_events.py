@@ -1,6 +1,7 @@
 """Rings one and two: what is recorded of calls, steps and buckets, and what it holds on to."""
 
 import gc
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -164,9 +165,11 @@ def test_nothing_is_recorded_where_it_is_switched_off(monkeypatch: pytest.Monkey
 
 
 def test_a_bad_setting_is_refused() -> None:
-    for bad in (0, -1.0):
+    for bad in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(RecorderArgumentError, match="warn_after"):
-            recorder.configure(warn_after=bad)
+            recorder.configure(warn_after=bad)  # type: ignore[arg-type]
+    with pytest.raises(RecorderArgumentError, match="on"):
+        recorder.configure(on="no")  # type: ignore[arg-type]
 
 
 # -- steps and buckets ------------------------------------------------------------------------
@@ -274,6 +277,30 @@ def test_a_line_is_the_users_and_not_torchs_pythons_or_ours() -> None:
     assert events.whose(pytest.__file__) == events.LIBRARY
     assert events.whose(__file__) == events.USER
     assert events.line_of(None, -1) == ""
+    assert events.whose("/tmp/torchinductor_me/fo/cfow.py") == events.INSIDE, "compiled code"
+    assert events.whose("/home/me/.local/lib/python3/site-packages/nn.py") == events.LIBRARY
+    beside = str(Path(paceline.__file__).parent) + "_experiments/train.py"
+    assert events.whose(beside) == events.USER, "a folder whose name begins as ours does"
+
+
+def test_lines_are_told_from_a_folder_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert events.shown("/home/me/train.py") == "/home/me/train.py"
+
+
+def test_a_rank_is_where_the_thread_is_that_made_the_latest_call() -> None:
+    def one_rank(group: Group) -> bool:
+        worker = threading.Thread(target=lambda: group.barrier())
+        worker.start()
+        worker.join()
+        return group.board.thread == worker.ident
+
+    assert run_ranks(2, one_rank) == [True, True]
 
 
 def test_a_librarys_line_is_given_where_there_is_none_of_the_users() -> None:

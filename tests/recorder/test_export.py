@@ -32,6 +32,8 @@ def test_prometheus_reads_the_numbers_on_loopback() -> None:
     try:
         assert server.host == "127.0.0.1"
         text = urllib.request.urlopen(server.url, timeout=10).read().decode()
+        with pytest.raises(RecorderArgumentError, match=r"a port that is free on 127\.0\.0\.1"):
+            recorder.serve_metrics(server.port)
     finally:
         server.close()
     values = dict(row.rsplit(" ", 1) for row in text.splitlines() if not row.startswith("#"))

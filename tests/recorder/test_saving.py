@@ -81,7 +81,9 @@ def save_from_subgroups(meeting: Meeting, folder: str) -> None:
     """Each rank has another number in the one group that it uses."""
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0]), dist.new_group([1])]
-    Group.wrap(pairs[meeting.rank]).barrier()
+    wrapped = Group.wrap(pairs[meeting.rank])
+    assert wrapped.members == (meeting.rank,), "as the whole job counts"
+    wrapped.barrier()
     recorder.save(folder)
     dist.destroy_process_group()
 
@@ -134,14 +136,21 @@ def test_waiting_for_a_slow_rank_shows_in_the_summary() -> None:
     assert fast.wait_share > late.wait_share
 
 
-def test_totals_count_beyond_the_ring() -> None:
-    group = single = paceline.new_group(
-        "threads", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+def test_totals_never_fall_though_rings_and_groups_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "BOARDS", 1)
+
+    def one_rank(group: Group) -> None:
+        train(group, 2)
+
     before = recorder.totals()
     for _ in range(3):
-        single.barrier()
+        run_ranks(2, one_rank)
+    events.steps.clear()  # as if later steps had pushed them out
+    run_ranks(1, lambda group: group.barrier())  # a new group: old ones are let go of
     after = recorder.totals()
-    assert after.collectives - before.collectives == 3
-    assert after.bytes_sent == before.bytes_sent
-    group.shutdown()
+    assert after.steps - before.steps == 3 * 2 * 2
+    assert after.collectives - before.collectives >= 3 * 2 * 2 + 1
+    assert after.bytes_sent > before.bytes_sent
+    assert len([board for board in events.boards.values() if board.closed]) <= 2

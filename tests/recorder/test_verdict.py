@@ -57,6 +57,31 @@ def test_of_several_the_one_that_is_furthest_behind_is_named() -> None:
     assert found.rank == 2
 
 
+def test_a_rank_that_waits_in_another_group_comes_after_the_one_it_waits_for() -> None:
+    waits = account(1, *HISTORY[:2], elsewhere="all_reduce of the group shm:1,2 at train.py:8")
+    found = verdict(r1=waits, r2=account(2, *HISTORY, user=LOADER))
+    assert found.rank == 2
+    assert "Rank 2 is missing: it is at data.py:17" in found.text
+    assert "Rank 1 is missing too: " in found.text
+
+
+def test_several_that_are_missing_are_all_told_and_many_are_counted() -> None:
+    late = {f"r{rank}": account(rank, *HISTORY, user=LOADER) for rank in range(1, 7)}
+    found = verdict(**late)
+    assert found.rank == 1
+    assert found.text.count("is missing too: it is at data.py:17") == 3
+    assert "So are 2 more." in found.text
+
+
+def test_ranks_are_called_as_the_job_counts_them_and_the_groups_number_is_added() -> None:
+    case = Case(account(0, LATE), LATE, "gloo:1,4,6", 12.3, members=(1, 4, 6))
+    found = judge(case, {1: account(1, LATE), 2: account(2, user=LOADER)})
+    assert found.rank == 2, "as the group counts: it is for programs"
+    assert found.text.startswith("rank 1 (0 in the group) has waited")
+    assert "Rank 6 (2 in the group) is missing" in found.text
+    assert "Rank 4 waits too." in found.text
+
+
 def test_the_first_call_that_differs_is_named_though_later_ones_are_awaited() -> None:
     other = call(3, "broadcast", 9, root=0, line="eval.py:8")
     found = verdict(r1=account(1, *HISTORY[:2], other, HISTORY[3], LATE))
@@ -108,6 +133,13 @@ def test_a_rank_that_made_the_call_and_left_afterwards_is_not_to_blame() -> None
     assert verdict(r1=account(1, *HISTORY, user=LOADER), r2=left).rank == 1
 
 
+def test_a_rank_that_finished_the_call_and_ended_afterwards_is_not_to_blame() -> None:
+    ended = account(2, *HISTORY, call(5), ended="its process has ended")
+    assert verdict(r1=account(1, *HISTORY, user=LOADER), r2=ended).rank == 1
+    broken = account(2, *HISTORY, LATE, ended="its process has ended")
+    assert verdict(r1=account(1, *HISTORY, LATE, inside=True), r2=broken).rank == 2
+
+
 def test_a_rank_that_does_not_answer_is_named_when_no_other_is_to_blame() -> None:
     found = verdict(r1=Silence.MUTE)
     assert (found.kind, found.rank) == (Kind.SILENT, 1)
@@ -155,6 +187,18 @@ def test_a_step_that_goes_on_is_not_skipped_yet() -> None:
 
 def test_steps_of_another_model_do_not_count() -> None:
     assert first_skipped(steps(True, True, model=2), steps(False, True), last=True) is None
+
+
+def test_an_evaluation_on_one_rank_is_no_skipped_backward() -> None:
+    alone = [
+        *steps(True),
+        Went(1, 2, "evaluate.py:7", backward=False),
+        *steps(True, True, True)[2:],
+    ]
+    assert first_skipped(steps(True, True, True), alone, last=True) is None
+    behind = account(1, *HISTORY, user=LOADER, steps=steps(True, True, False))
+    case = Case(account(0, LATE, steps=steps(True, False, True)), LATE, "g", 1.0)
+    assert judge(case, {1: behind}).kind is Kind.ELSEWHERE, "who waits has skipped nothing"
 
 
 def test_what_all_ranks_skip_is_not_skipped() -> None:

@@ -20,6 +20,7 @@ from paceline.errors import CollectiveTimeoutError
 from paceline.groups import Group, Store
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, spawn_ranks
+from tests.marks import needs_shm
 from tests.recorder import bugs
 from tests.recorder.bugs import line
 
@@ -86,7 +87,7 @@ def verdict(backend: str, bug: Callable[[Group, Store], None], ranks: int = 2) -
     return said[0]
 
 
-both = pytest.mark.parametrize("backend", ["shm", "gloo"])
+both = pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
 
 
 @both

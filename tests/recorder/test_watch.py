@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from paceline import recorder
 from paceline.groups import Group
 from paceline.recorder import events
+from paceline.recorder.account import account_of
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 
@@ -111,6 +113,40 @@ def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> 
     text, note = run_ranks(2, one_rank)[0]
     assert text == f"Timed out\npaceline: {note}"
     assert "Rank 1 is missing" in note
+
+
+def test_a_rank_that_waits_for_a_started_call_of_another_group_says_so() -> None:
+    """As in a backward pass of a model on a part of the ranks."""
+    asked, told = threading.Event(), list[str]()
+
+    def one_rank(group: Group) -> None:
+        other = group.split([[0, 1]])
+        group.barrier()
+        if group.rank() == 0:
+            threading.Thread(target=ask, args=(group.board,)).start()
+            other.all_reduce(torch.ones(3), async_op=True).wait()  # it waits here
+        else:
+            asked.wait(DEADLINE)
+            other.all_reduce(torch.ones(3))
+
+    def ask(board: events.Board) -> None:
+        while not told or not told[-1]:
+            told.append(account_of(board).elsewhere)
+        asked.set()
+
+    run_ranks(2, one_rank, deadline=DEADLINE)
+    assert told[-1].startswith("all_reduce of the group threads:0,1 at ")
+
+
+def test_a_log_that_cannot_be_saved_at_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("PACELINE_RECORD", str(file / "run"))
+    run_ranks(1, lambda group: group.barrier())
+    Watch().end()
+    assert f"paceline: nothing was recorded into {file / 'run'}: " in capsys.readouterr().err
 
 
 # -- threads, ports and forks -----------------------------------------------------------------

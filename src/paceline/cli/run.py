@@ -6,125 +6,74 @@ stands alone, and several meet in the way that their number allows.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from . import say
 
+
+def _option(panel: str, value: str, text: str) -> Any:
+    """An option that takes a value; ``--help`` lists it in its panel."""
+    return typer.Option(help=text, metavar=value, rich_help_panel=panel)
+
+
+def _flag(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel)
+
+
 _HERE = "Ranks on this machine"
-_MACHINES = "Several machines"
+_NPROC = _option(
+    _HERE, "N|auto", "How many; auto (the default): one for each GPU, or else for each core."
+)
+_THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
+_SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
+_MAX_RESTARTS = _option(_HERE, "N", "Start all ranks again after a failure, so often.")
+
 _SCRIPT = "How the script runs"
+_MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
+_DROP_IN = _flag(
+    _SCRIPT,
+    "--drop-in",
+    "torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()).",
+)
+_BACKEND = _option(
+    _SCRIPT, "NAME", 'What init_process_group("paceline") and new_group("auto") pick.'
+)
+_RECORD = _option(
+    _SCRIPT, "DIR", "Keep the recorder's log of each rank there, for paceline report."
+)
+
+_MACHINES = "Several machines"
+_NNODES = _option(_MACHINES, "N", "How many machines; MIN:MAX where they may come and go.")
+_NODE_RANK = _option(_MACHINES, "N", "This machine's number, from 0; by default as they come.")
+_RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "Where they meet: an address of one of them.")
+_MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
+_MASTER_PORT = _option(_MACHINES, "PORT", "By default one that is free.")
+_RDZV_ID = _option(_MACHINES, "ID", "The run's name, for MIN:MAX.")
+_RAY = _option(
+    _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
+)
 
 
 def run(
     script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            help="How many; auto (the default): one for each GPU, or else for each core.",
-            metavar="N|auto",
-            rich_help_panel=_HERE,
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="OMP_NUM_THREADS of each rank; by default the cores are shared out.",
-            metavar="N",
-            rich_help_panel=_HERE,
-        ),
-    ] = None,
-    show: Annotated[
-        str,
-        typer.Option(
-            help="Show the stdout of these ranks only, as in 0 or 0,3.",
-            metavar="RANKS",
-            rich_help_panel=_HERE,
-        ),
-    ] = "",
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="Start all ranks again after a failure, so often.",
-            metavar="N",
-            rich_help_panel=_HERE,
-        ),
-    ] = 0,
-    module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is a module's name.", rich_help_panel=_SCRIPT)
-    ] = False,
-    drop_in: Annotated[
-        bool,
-        typer.Option(
-            "--drop-in",
-            help="torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()).",
-            rich_help_panel=_SCRIPT,
-        ),
-    ] = False,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help='What init_process_group("paceline") and new_group("auto") pick.',
-            metavar="NAME",
-            rich_help_panel=_SCRIPT,
-        ),
-    ] = "auto",
-    record: Annotated[
-        str,
-        typer.Option(
-            help="Keep the recorder's log of each rank there, for paceline report.",
-            metavar="DIR",
-            rich_help_panel=_SCRIPT,
-        ),
-    ] = "",
-    nnodes: Annotated[
-        str | None,
-        typer.Option(
-            help="How many machines; MIN:MAX where they may come and go.",
-            metavar="N",
-            rich_help_panel=_MACHINES,
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            help="This machine's number, from 0; by default as they come.",
-            metavar="N",
-            rich_help_panel=_MACHINES,
-        ),
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Where they meet: an address of one of them.",
-            metavar="HOST:PORT",
-            rich_help_panel=_MACHINES,
-        ),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(help="The same, as two options.", metavar="HOST", rich_help_panel=_MACHINES),
-    ] = None,
-    master_port: Annotated[
-        int | None,
-        typer.Option(
-            help="By default one that is free.", metavar="PORT", rich_help_panel=_MACHINES
-        ),
-    ] = None,
-    rdzv_id: Annotated[
-        str | None,
-        typer.Option(help="The run's name, for MIN:MAX.", metavar="ID", rich_help_panel=_MACHINES),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="Start the ranks as actors of the Ray cluster there (local: a new one).",
-            metavar="ADDRESS",
-            rich_help_panel=_MACHINES,
-        ),
-    ] = None,
+    nproc: Annotated[str | None, _NPROC] = None,
+    threads: Annotated[int | None, _THREADS] = None,
+    show: Annotated[str, _SHOW] = "",
+    max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
+    module: Annotated[bool, _MODULE] = False,
+    drop_in: Annotated[bool, _DROP_IN] = False,
+    backend: Annotated[str, _BACKEND] = "auto",
+    record: Annotated[str, _RECORD] = "",
+    nnodes: Annotated[str | None, _NNODES] = None,
+    node_rank: Annotated[int | None, _NODE_RANK] = None,
+    rdzv_endpoint: Annotated[str | None, _RDZV_ENDPOINT] = None,
+    master_addr: Annotated[str | None, _MASTER_ADDR] = None,
+    master_port: Annotated[int | None, _MASTER_PORT] = None,
+    rdzv_id: Annotated[str | None, _RDZV_ID] = None,
+    ray: Annotated[str | None, _RAY] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
 ) -> int:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from . import say
 from .run_meeting import Meeting
 from .run_screen import Reader
-from .run_verdict import Ending, Verdict, judge, read_reports, runs
+from .run_verdict import Ending, Verdict, judge, read_reports, runs, why_again
 
 _NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
 _LINGER = 10.0  # seconds a rank has to end after its script has failed
@@ -122,8 +122,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        verdict = self.attempt.verdict()
-        why = verdict.headline if verdict else "another machine starts its ranks again"
+        why = why_again(self.attempt.verdict(), worker_group.group_world_size or 1)
         say.note(f"{why}; all ranks start again ({self._remaining_restarts} more tries after this)")
         super()._restart_workers(worker_group)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from . import say
-from .run_machine import cores, loopback, threads_per_rank
+from .run_machine import allow_open_files, cores, loopback, threads_per_rank
 from .run_plan import Become, Launch
+from .run_record import clear_record, tell_if_empty
 from .run_verdict import Verdict, signal_name
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .run_agent import Agent
 
 BOOTSTRAP = Path(__file__).with_name("run_script.py")
+_OPEN_FILES, _FILES_PER_RANK = 128, 6  # that a launcher has: its own, and two pipes by both ends
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,11 @@ class Script:
     def command(self) -> list[str]:
         """The arguments of the interpreter, in a rank."""
         mode = ["-m"] if self.module else []
-        return ["-u", str(BOOTSTRAP), *mode, self.target, *self.arguments]
+        return [str(BOOTSTRAP), *mode, self.target, *self.arguments]
 
     def environment(self, nproc: int) -> dict[str, str]:
         """Variables for all ranks of this machine, beside those that torch's agent sets."""
-        found = {"PYTHONUNBUFFERED": "1"}
-        found |= {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
+        found = {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
         found |= {"PACELINE_DROP_IN": "1"} if self.drop_in else {}
         found |= {"PACELINE_RECORD": os.path.abspath(self.record)} if self.record else {}
         if threads := threads_per_rank(self.threads, nproc, cores(), os.environ):
@@ -69,11 +70,14 @@ def launch(plan: Launch, script: Script, max_restarts: int = 0, show: Collection
     from .run_agent import Agent, Pipes
     from .run_screen import Reader
 
-    os.environ.update(script.environment(plan.nproc))
+    os.environ.update(script.environment(plan.nproc), PYTHONUNBUFFERED="1")
     if plan.max_nodes == 1 and (name := loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
+    allow_open_files(_OPEN_FILES + _FILES_PER_RANK * plan.nproc)
     _hush()
     meeting = _meeting(plan)
+    if plan.max_nodes == 1:
+        clear_record(script.record)
     folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     reader = Reader(show)
     try:
@@ -82,7 +86,10 @@ def launch(plan: Launch, script: Script, max_restarts: int = 0, show: Collection
             _run(agent)
         finally:
             reader.close()  # so that what is said now comes after all that ranks have written
-        return _tell(agent)
+        code = _tell(agent)
+        if not code and plan.max_nodes == 1:
+            tell_if_empty(script.record)
+        return code
     except _StoppedError as stop:
         say.complain(stop.reason)
         return stop.code
@@ -122,7 +129,7 @@ def _spec(
         role="default",
         local_world_size=plan.nproc,
         entrypoint=sys.executable,
-        args=tuple(_keep_dollars(word) for word in script.command()),
+        args=("-u", *(_keep_dollars(word) for word in script.command())),
         rdzv_handler=meeting,
         max_restarts=max_restarts,
         monitor_interval=0.1,

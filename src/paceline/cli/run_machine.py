@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+
+from ..errors import LaunchError
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -86,6 +89,19 @@ def threads_per_rank(
     if "OMP_NUM_THREADS" in environ:
         return None
     return max(1, cores // nproc)
+
+
+def allow_open_files(number: int) -> None:
+    """Have the kernel let this process open so many files; refuse to start if it does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    if hard != resource.RLIM_INFINITY and hard < number:
+        raise LaunchError(
+            f"this launch needs {number} open files, and {hard} are allowed here",
+            "Start fewer ranks, or have the limit raised (ulimit -Hn).",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 def loopback() -> str | None:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -25,6 +29,7 @@ from .run_plan import Launch
 
 TIMEOUT = timedelta(minutes=15)  # torchrun's, for all machines to come
 _PATIENCE = timedelta(seconds=2)  # that a consequence waits for its cause on another machine
+_ANSWER = timedelta(seconds=20)  # that a store has to answer once somebody listens there
 _GOODBYE = timedelta(seconds=5)  # that the first machine waits for the others to hear of a failure
 
 
@@ -162,6 +167,28 @@ class Meeting(RendezvousHandler):
         )
 
     def _join(self) -> Store:
+        """Reach the first machine's store; it may come later, but answers at once when it has."""
+        if _somebody_listens(self.address, self.port):
+            return self._join_in_time()
+        return self._reach()
+
+    def _join_in_time(self) -> Store:
+        """The same where somebody listens already, who may be anybody.
+
+        torch waits without end for the first answer; hence a thread, which is left behind.
+        """
+        answer: Future[Store] = Future()
+        Thread(target=lambda: _put(answer, self._reach), daemon=True).start()
+        try:
+            return answer.result(_ANSWER.total_seconds())
+        except FutureTimeoutError:  # until Python 3.11 not the builtin
+            raise PortTakenError(
+                f"{self.address}:{self.port} belongs to another program, no launcher of this run",
+                "Give every machine another port.",
+                self.port,
+            ) from None
+
+    def _reach(self) -> Store:
         try:
             return TCPStore(
                 self.address, self.port, None, False, self.timeout, wait_for_workers=False
@@ -228,6 +255,21 @@ class Meeting(RendezvousHandler):
 
 class _ElsewhereError(Exception):
     """The store is kept by another launcher."""
+
+
+def _put(answer: Future[Store], action: Callable[[], Store]) -> None:
+    try:
+        answer.set_result(action())
+    except Exception as error:
+        answer.set_exception(error)
+
+
+def _somebody_listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_PATIENCE.total_seconds()):
+            return True
+    except OSError:
+        return False
 
 
 def _listen(address: str, port: int, alone: bool) -> socket.socket:

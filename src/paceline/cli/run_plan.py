@@ -20,6 +20,7 @@ from .run_machine import Machine
 from .run_schedulers import Task, find_task
 
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below what kernels hand out to clients
+_RANKS_ANYWHERE, _RANKS_PER_CORE = 256, 8  # more than either is a slip of the finger
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,27 @@ def choose_nproc(asked: str | None, machine: Machine) -> tuple[int, str]:
         if machine.gpus:
             return machine.gpus, "one for each GPU"
         return machine.cores, "one for each core (torch sees no GPU)"
-    if not asked.isdigit() or int(asked) < 1:
+    if asked == "cpu":
+        return machine.cores, "one for each core"
+    if asked == "gpu":
+        return _gpus_of(machine), "one for each GPU"
+    if not asked.isdecimal() or int(asked) < 1:
         raise LaunchError(
             f"--nproc is {asked}, and has to be a number of ranks from 1 on, or auto",
             "auto takes one for each GPU, or else one for each core.",
         )
+    if int(asked) > max(_RANKS_ANYWHERE, _RANKS_PER_CORE * machine.cores):
+        raise LaunchError(
+            f"--nproc is {asked}, and this machine has {machine.cores} cores",
+            "That many processes of torch would bring it down; spread them over machines.",
+        )
     return int(asked), ""
+
+
+def _gpus_of(machine: Machine) -> int:
+    if not machine.gpus:
+        raise LaunchError("--nproc is gpu, and torch sees no GPU", "Give a number, or auto.")
+    return machine.gpus
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -161,7 +177,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     (2, 4)
     """
     least, _, most = text.partition(":")
-    if not least.isdigit() or not (most or "1").isdigit():
+    if not least.isdecimal() or not (most or "1").isdecimal():
         raise LaunchError(f"--nnodes is {text}", "Give a number of machines, or MIN:MAX.")
     found = int(least), int(most or least)
     if not 1 <= found[0] <= found[1]:
@@ -176,7 +192,7 @@ def _meeting_point(asked: Asked) -> tuple[str, int]:
     host, colon, port = asked.rdzv_endpoint.rpartition(":")
     if not colon:
         host, port = asked.rdzv_endpoint, str(asked.master_port or 29400)  # torchrun's
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise LaunchError(f"--rdzv-endpoint is {asked.rdzv_endpoint}", "Give HOST:PORT.")
     return host.strip("[]"), _check_port(int(port))
 

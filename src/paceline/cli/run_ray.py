@@ -72,7 +72,7 @@ def _choose_size(asked: Asked, resources: Mapping[str, float]) -> tuple[int, str
     if asked.nproc in (None, "auto"):
         say.note(f"{there} ranks, one for each {resource} of the cluster")
         return there, resource
-    if not asked.nproc or not asked.nproc.isdigit() or int(asked.nproc) < 1:
+    if not asked.nproc or not asked.nproc.isdecimal() or int(asked.nproc) < 1:
         raise LaunchError(f"--nproc is {asked.nproc}", "Give a number from 1 on, or auto.")
     size = int(asked.nproc) * parse_nodes(asked.nnodes or "1")[0]
     if size > there:

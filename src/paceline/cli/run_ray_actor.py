@@ -68,7 +68,7 @@ class RankProcess:
         """Start the rank; ``command`` are the interpreter's arguments."""
         own = {"PACELINE_NOTES": str(self._notes), "PACELINE_LAUNCHER": str(os.getpid())}
         self._process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, "-u", *command],
             env=os.environ | environment | own,
             cwd=folder if os.path.isdir(folder) else None,
             stdin=subprocess.DEVNULL,
@@ -84,12 +84,15 @@ class RankProcess:
         """Wait a little for output or the end, and say what came."""
         assert self._process is not None
         found = {1: b"", 2: b""}
-        for key, _ in self._selector.select(_PATIENCE):
+        ready = self._selector.select(_PATIENCE)
+        for key, _ in ready:
             data = os.read(key.fd, _CHUNK)
             found[key.data] += data
             if not data:
                 self._selector.unregister(key.fileobj)
-        code = None if self._selector.get_map() else self._process.wait()
+        # What a rank has left running may hold its pipes for long, and has nothing to say.
+        over = not self._selector.get_map() or (not ready and self._process.poll() is not None)
+        code = self._process.wait() if over else None
         report = None if code is None else self._read_report()
         return News(found[1], found[2], code, report, self._stopped and report is None)
 

@@ -49,12 +49,19 @@ class Screen:
             self.bar.text = ""
         if piece.over:
             self._shown.pop(rank, None)
-            self.stream.write(f"{wipe}{text}\n{self.bar.text}")
+            self._write(f"{wipe}{text}\n{self.bar.text}")
         elif self.stream.isatty():
             self.bar.rank, self.bar.text = rank, text
-            self.stream.write(wipe + text)
+            self._write(wipe + text)
         elif self._bar_is_due(rank):
-            self.stream.write(f"{text}\n")
+            self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:  # a locale that does not know these letters
+            known = self.stream.encoding
+            self.stream.write(text.encode(known, "backslashreplace").decode(known))
 
     def end_bar(self) -> None:
         """Leave the last bar where it stands."""
@@ -161,11 +168,20 @@ class Reader:
             # Nobody reads us any more, as in `| head`: the ranks shall learn it as we did.
             self._selector.unregister(key.fd)
             os.close(key.fd)
+        except OSError as error:  # such as a full disk: no reason for the ranks to stop
+            _let_go(source.screen)
+            say.complain(f"what the ranks write is not shown any more ({error.strerror})")
 
 
 def _flush(screen: Screen) -> None:
     try:
         screen.stream.flush()
-    except BrokenPipeError:
-        # Python would say so again when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), screen.stream.fileno())
+    except OSError:
+        _let_go(screen)
+
+
+def _let_go(screen: Screen) -> None:
+    """Write to nowhere from now on; Python would complain again when it closes the stream."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, screen.stream.fileno())
+    os.close(nowhere)

@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> NoReturn:
     module = arguments[0] == "-m"
     target, *rest = arguments[1:] if module else arguments
     _die_with_the_launcher()
+    _write_whole_lines()
     try:
         _prepare()
         sys.argv = [target, *rest]
@@ -70,9 +71,17 @@ def _die_with_the_launcher() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def _write_whole_lines() -> None:
+    """Where the output is not a launcher's of ours to put together: srun or mpirun carries it."""
+    if _notes() is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def _prepare() -> None:
     if _notes() is not None:
         sys.excepthook = _print_if_first
+        # A process that the script forks is no rank, and its end is not the rank's.
+        os.register_at_fork(after_in_child=lambda: os.environ.pop("PACELINE_NOTES", None))
     if os.environ.get("PACELINE_DROP_IN") == "1":
         import paceline
 
@@ -161,7 +170,9 @@ def _fail(error: BaseException) -> NoReturn:
     trace = _script_part(error.__traceback__)
     error.__traceback__ = trace
     text = "".join(traceback.format_exception(type(error), error, trace))
-    _report(type(error).__name__, str(error), text, _place(trace), _is_consequence(error))
+    _report(type(error).__name__, _message(error), text, _place(trace), _is_consequence(error))
+    # As Python does before it prints: who asks at exit how the program ended finds it there.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
     sys.stdout.flush()
     sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
@@ -178,9 +189,17 @@ def _print_if_first(
     print("".join(traceback.format_exception(kind, error, trace)), end="", file=ours, flush=True)
 
 
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of an error whose own __str__ fails
+        return ""
+
+
 def _report_exit(ending: SystemExit) -> None:
-    if ending.code not in (None, 0):
-        said = ending.code if isinstance(ending.code, str) else ""
+    code = ending.code
+    if code is not None and (not isinstance(code, int) or code & 0xFF):  # what a shell would see
+        said = code if isinstance(code, str) else ""
         _report("SystemExit", said, "", _place(_script_part(ending.__traceback__)), False)
         _is_first()
 
@@ -225,7 +244,8 @@ def _notes() -> Path | None:
 
 def _is_consequence(error: BaseException) -> bool:
     names = {base.__name__ for base in type(error).__mro__}
-    by_word = isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO_SAYS)
+    said = _message(error)
+    by_word = isinstance(error, RuntimeError) and any(word in said for word in _GLOO_SAYS)
     return by_word or bool(names & _CONSEQUENCES)
 
 

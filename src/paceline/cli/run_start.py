@@ -13,6 +13,7 @@ from . import say
 from .run_launch import Script, become, launch
 from .run_machine import ThisMachine
 from .run_plan import Asked, Become, make_plan
+from .run_record import check_record
 
 ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
 
@@ -46,6 +47,8 @@ def check_target(script: Script) -> None:
     if not path.exists():
         hint = f"For a module, give -m {script.target}" if not path.suffix else "Look at its path"
         raise LaunchError(f"there is no script {path} in {Path.cwd()}", f"{hint}.")
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"{path} may not be read", "Look at its permissions (ls -l).")
     return None
 
 
@@ -86,21 +89,9 @@ def check_backend(name: str) -> None:
         )
 
 
-def check_record(folder: str) -> None:
-    """Refuse a place for records that cannot be written, before an hour of training."""
-    if not folder:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot record into {folder} ({error.strerror})", "Give a folder that can be written."
-        ) from None
-
-
 def parse_ranks(text: str) -> Collection[int]:
     """``"0,3"`` as numbers; empty stands for all ranks."""
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise LaunchError(f"--show is {text}", "Give ranks, as in 0 or 0,3.")
     return frozenset(map(int, words))

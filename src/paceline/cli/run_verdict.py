@@ -78,6 +78,15 @@ def judge(
     )
 
 
+def why_again(verdict: Verdict | None, machines: int) -> str:
+    """Why all ranks start again; what is only a consequence has its cause on another machine."""
+    if verdict is None:
+        return "another machine starts its ranks again"
+    if verdict.consequence and machines > 1:
+        return "a rank of another machine has failed"
+    return verdict.headline
+
+
 def _failed(end: Ending, report: Report | None) -> bool:
     return report is not None or (end.code != 0 and not end.stopped)
 

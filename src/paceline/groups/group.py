@@ -358,9 +358,14 @@ class Group(Collectives):
         ):  # a group written in Python has none
             backend = inner._get_backend(device)
             name, timeout = backend.name(), backend.options._timeout
-        engine = TorchEngine(inner, name, device)
         return cls(
-            engine, inner.rank(), inner.size(), timeout=timeout, device=device, wrapped=inner
+            TorchEngine(inner, name, device),
+            inner.rank(),
+            inner.size(),
+            timeout=timeout,
+            device=device,
+            members=torch_world.members_of(inner),
+            wrapped=inner,
         )
 
     # -- torch's world ------------------------------------------------------------------------

@@ -52,6 +52,12 @@ def register(group: Group, name: str | None, *, default: bool) -> None:
         c10d._update_default_pg(group)
 
 
+def members_of(group: dist.ProcessGroup) -> list[int] | None:
+    """The ranks of a torch group as the whole job counts them, if torch knows the group."""
+    ranks = c10d._world.pg_group_ranks.get(group)
+    return None if ranks is None else list(ranks)
+
+
 def unregister(group: Group) -> None:
     """Take ``group`` out again; nothing happens when torch has already done so."""
     world = c10d._world

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped, misc, no-any-return"
+# mypy: disable-error-code="misc, no-any-return"
 # (Lightning is optional: where types are checked it need not be there)
 """A Strategy with which Lightning Fabric trains on paceline; importing this module offers it. ::
 
@@ -8,7 +8,8 @@
 
 What Fabric's own ``ddp`` strategy can do, this one can: it starts processes or finds those that a
 launcher started, and it keeps gradients local under ``fabric.no_backward_sync``. Two things differ:
-the default group is one of ours, and ``setup_module`` wraps in our DistributedDataParallel.
+the default group is one of ours, and ``setup_module`` wraps in our DistributedDataParallel. With
+``lightning_fabric`` instead of ``lightning.fabric``, import that first.
 """
 
 from __future__ import annotations
@@ -18,22 +19,16 @@ from typing import Any
 from torch import nn
 
 from ..ddp import DistributedDataParallel
-from ..errors import IntegrationMissingError
-
-try:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-except ModuleNotFoundError:
-    try:  # Fabric is also published by itself
-        from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-    except ModuleNotFoundError as missing:
-        raise IntegrationMissingError(__name__, "lightning", "lightning") from missing
+from .published import strategies_of
 
 __all__ = ["PacelineStrategy"]
 
 NAME = "paceline"
+_strategies = strategies_of(__name__, "lightning.fabric", "lightning_fabric")
+_DDPStrategy: Any = _strategies.DDPStrategy
 
 
-class PacelineStrategy(DDPStrategy):
+class PacelineStrategy(_DDPStrategy):
     """Fabric's strategy for copies of one model on many processes, on paceline.
 
     Takes what Fabric's DDPStrategy takes; further keywords go to our DistributedDataParallel.
@@ -55,4 +50,4 @@ class PacelineStrategy(DDPStrategy):
             strategy_registry.register(NAME, cls, description="DDP on paceline")
 
 
-PacelineStrategy.register_strategies(STRATEGY_REGISTRY)
+PacelineStrategy.register_strategies(_strategies.STRATEGY_REGISTRY)

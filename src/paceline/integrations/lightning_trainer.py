@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped, misc, no-any-return"
+# mypy: disable-error-code="misc, no-any-return"
 # (Lightning is optional: where types are checked it need not be there)
 """A Strategy with which Lightning's Trainer trains on paceline; importing this module offers it. ::
 
@@ -7,7 +7,8 @@
     trainer = Trainer(accelerator="cpu", devices=2, strategy="paceline")
 
 The Trainer has strategies of its own, apart from Fabric's (``lightning.py``), and imports for
-seconds; hence a module of its own.
+seconds; hence a module of its own. With ``pytorch_lightning`` instead of ``lightning.pytorch``,
+import that first.
 """
 
 from __future__ import annotations
@@ -17,22 +18,16 @@ from typing import Any
 from torch import nn
 
 from ..ddp import DistributedDataParallel
-from ..errors import IntegrationMissingError
-
-try:
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-except ModuleNotFoundError:
-    try:  # the Trainer is also published by itself
-        from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-    except ModuleNotFoundError as missing:
-        raise IntegrationMissingError(__name__, "lightning", "lightning") from missing
+from .published import strategies_of
 
 __all__ = ["PacelineStrategy"]
 
 NAME = "paceline"
+_strategies = strategies_of(__name__, "lightning.pytorch", "pytorch_lightning")
+_DDPStrategy: Any = _strategies.DDPStrategy
 
 
-class PacelineStrategy(DDPStrategy):
+class PacelineStrategy(_DDPStrategy):
     """The Trainer's strategy for copies of one model on many processes, on paceline.
 
     Takes what the Trainer's DDPStrategy takes; further keywords go to our DistributedDataParallel.
@@ -53,4 +48,4 @@ class PacelineStrategy(DDPStrategy):
             strategy_registry.register(NAME, cls, description="DDP on paceline")
 
 
-PacelineStrategy.register_strategies(StrategyRegistry)
+PacelineStrategy.register_strategies(_strategies.StrategyRegistry)

@@ -85,7 +85,7 @@ def account_of(board: events.Board, ended: str = "", calls: int = CALLS) -> Acco
     """What the rank of ``board`` has to tell now."""
     mine = [entry for entry in list(events.calls) if entry.board is board][-calls:]
     frame = None if ended else _frame_of(board)
-    user, deepest, inside = _where(frame)
+    user, deepest, inside, waits = _where(frame)
     return Account(
         rank=board.rank,
         pid=os.getpid(),
@@ -97,7 +97,7 @@ def account_of(board: events.Board, ended: str = "", calls: int = CALLS) -> Acco
         deepest=deepest,
         inside=inside,
         closed=board.closed or ("" if board.group() is not None else DROPPED),
-        elsewhere=_elsewhere(board),
+        elsewhere=_elsewhere(board, waits),
         ended=ended,
         time=(events.now() + events.epoch_ns()) / 1e9,
     )
@@ -139,11 +139,14 @@ def _steps(board: events.Board) -> list[Went]:
     ]
 
 
-def _elsewhere(board: events.Board) -> str:
-    """A call of another group that the same rank waits in."""
-    for entry in reversed(list(events.calls)):
+def _elsewhere(board: events.Board, waits: bool) -> str:
+    """A call of another group that the same rank waits in: the oldest that runs.
+
+    One that was only started counts if the rank ``waits`` for something.
+    """
+    for entry in list(events.calls):
         same = entry.board.thread == board.thread and entry.board is not board
-        if same and entry.work is None and entry.look():
+        if same and (waits or entry.work is None) and entry.look():
             where = events.line_of(entry.code, entry.lasti)
             return f"{entry.kind} of the group {entry.board.name} at {where}"
     return ""
@@ -153,27 +156,28 @@ def _elsewhere(board: events.Board) -> str:
 
 
 def _frame_of(board: events.Board) -> FrameType | None:
-    """The thread that made the group, else the main one."""
+    """The thread that uses the group, else the main one."""
     frames = sys._current_frames()
     found = frames.get(board.thread)
     return found if found is not None else frames.get(threading.main_thread().ident or 0)
 
 
-def _where(frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
-    """The user's line, the innermost one, and whether ours come between the two."""
+def _where(frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool, bool]:
+    """The user's line, the innermost one, whether ours come between the two, and one that waits."""
     deepest = None if frame is None else spot(frame)
-    inside, library = False, None
+    inside, waits, library = False, False, None
     for _ in range(FRAMES):
         if frame is None:
             break
         kind = events.whose(frame.f_code.co_filename)
         if kind == events.USER:
-            return spot(frame), deepest, inside
+            return spot(frame), deepest, inside, waits
         if kind == events.LIBRARY and library is None:
             library = spot(frame)
-        inside = inside or _is_waiting_place(frame.f_code.co_filename)
+        ours = _is_waiting_place(frame.f_code.co_filename)
+        inside, waits = inside or ours, waits or (ours and frame.f_code.co_name == "wait")
         frame = frame.f_back
-    return library, deepest, inside
+    return library, deepest, inside, waits
 
 
 def _is_waiting_place(filename: str) -> bool:

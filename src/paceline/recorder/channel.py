@@ -63,10 +63,14 @@ class Listener:
         self._thread.start()
 
     def _serve(self) -> None:
+        ready = select.poll()  # select() refuses descriptors from 1024 on
+        letters = self._letters.fileno()
+        ready.register(letters, select.POLLIN)
+        ready.register(self._talks.fileno(), select.POLLIN)
         while not self._closed:
-            ready, _, _ = select.select([self._letters, self._talks], [], [])
+            found = dict(ready.poll())
             with contextlib.suppress(OSError):
-                if self._letters in ready:
+                if letters in found:
                     self._open_letter(self._letters.recv(_LETTER))
                 else:
                     self._take(self._talks.accept()[0])

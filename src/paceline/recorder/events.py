@@ -28,6 +28,7 @@ SWITCH = "PACELINE_RECORDER"
 
 now = time.perf_counter_ns
 _getframe = sys._getframe
+_get_ident = threading.get_ident
 Names = Callable[[int], Sequence[str]]
 
 
@@ -122,6 +123,19 @@ buckets: deque[BucketEntry] = deque(maxlen=BUCKETS)
 notes: deque[tuple[Board | None, str]] = deque(maxlen=64)
 boards: dict[int, Board] = {}  # by number, also of groups that have ended
 
+
+@dataclass
+class Past:
+    """What is counted for good, though rings and boards forget."""
+
+    steps: int = 0  # the next three: of boards that were let go of
+    collectives: int = 0
+    bytes_sent: float = 0.0
+    notes: int = 0  # all there were
+
+
+past = Past()
+
 # Set by recorder/watch.py, which this file does not know.
 on_board: list[Callable[[Board], None]] = []  # a board has opened
 on_close: list[Callable[[Board], None]] = []  # a group has ended here
@@ -166,9 +180,10 @@ class Board:
         self.traffic = traffic
         self.agrees = agrees  # its engine notices when ranks make different calls
         self.tell: Callable[[Entry], None] | None = None  # whoever wants to hear of each call
-        self.thread = threading.get_ident()
+        self.thread = _get_ident()  # that made it, or its latest call: where the rank is
         self.made = 0  # collectives so far
         self.models = 0  # wrapped models that average over it
+        self.steps = 0  # of all of them
         self.latest: Entry | None = None
         self.by: tuple[Track, int] | None = None  # the bucket whose call comes next
         self.closed = ""  # the line that ended the group
@@ -200,6 +215,8 @@ class Board:
         if self.by is None:
             entry.track, entry.bucket = None, -1
             entry.code, entry.lasti = caller(_getframe(2))
+            if entry.code is not None:  # not a thread of the autograd engine
+                self.thread = _get_ident()
         else:
             entry.track, entry.bucket = track, _ = self.by
             entry.code, entry.lasti = track.code, track.lasti
@@ -245,7 +262,17 @@ def _forget_old() -> None:
     known = boards.copy()  # in one go: another thread may open a board meanwhile
     gone = [n for n, board in known.items() if board.closed or board.group() is None]
     for number in gone[: max(0, len(gone) - BOARDS)]:
-        boards.pop(number, None)
+        board = boards.pop(number, None)
+        if board is not None:
+            past.steps += board.steps
+            past.collectives += board.made
+            past.bytes_sent += 0 if board.traffic is None else board.traffic.bytes_sent
+
+
+def note(board: Board | None, text: str) -> None:
+    """Keep a verdict or a warning for the log."""
+    past.notes += 1
+    notes.append((board, text))
 
 
 def failed(entry: Entry, error: BaseException) -> None:
@@ -276,6 +303,7 @@ class Track:
         """A step begins."""
         entry = StepEntry()
         self.steps = entry.number = self.steps + 1
+        self.board.steps += 1
         entry.track = self
         entry.code, entry.lasti = caller(_getframe(1))
         entry.forward_ended = entry.backward_began = entry.backward_ended = entry.waited = 0
@@ -333,9 +361,11 @@ def _places() -> tuple[tuple[str, int], ...]:
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     torchs = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or ours)
     paths = sysconfig.get_paths()
-    found = [(ours, INSIDE), (torchs, INSIDE)]
-    found += [(paths[name], LIBRARY) for name in ("purelib", "platlib")]
-    found += [(paths["stdlib"], INSIDE), ("<frozen", INSIDE), ("<eval_with_key", INSIDE)]
+    found = [(ours + os.sep, INSIDE), (torchs + os.sep, INSIDE)]
+    found += [(paths[name] + os.sep, LIBRARY) for name in ("purelib", "platlib")]
+    found += [(paths["stdlib"] + os.sep, INSIDE), ("<frozen", INSIDE), ("<eval_with_key", INSIDE)]
+    if compiled := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        found.append((os.path.join(os.path.abspath(compiled), ""), INSIDE))
     return tuple(found)
 
 
@@ -344,8 +374,16 @@ def whose(filename: str) -> int:
     kind = _kinds.get(filename)
     if kind is None:
         found = (kind for place, kind in _places() if filename.startswith(place))
-        kind = _kinds[filename] = next(found, USER)
+        kind = _kinds[filename] = next(found, _by_name(filename))
     return kind
+
+
+def _by_name(filename: str) -> int:
+    """Whose a file is that lies in no place we know."""
+    folders = filename.split(os.sep)[:-1]
+    if any(name.startswith("torchinductor_") for name in folders):  # what torch.compile has written
+        return INSIDE
+    return LIBRARY if {"site-packages", "dist-packages"}.intersection(folders) else USER
 
 
 def caller(frame: FrameType | None) -> tuple[CodeType | None, int]:
@@ -378,7 +416,10 @@ def line_of(code: CodeType | None, lasti: int) -> str:
 
 def shown(filename: str) -> str:
     """A path as a reader wants it: short when it lies below the current folder."""
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder has been deleted
+        return filename
     return filename.removeprefix(here)
 
 
@@ -403,6 +444,8 @@ def forget() -> None:
     buckets.clear()
     notes.clear()
     boards.clear()
+    past.steps = past.collectives = past.notes = 0
+    past.bytes_sent = 0.0
 
 
 os.register_at_fork(after_in_child=forget)

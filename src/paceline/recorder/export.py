@@ -48,7 +48,11 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
         ) from error
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Numbers())
-    server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+    try:
+        server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        expected = f"a port that is free on {host}; 0 picks one ({error.strerror or error})"
+        raise RecorderArgumentError("port", expected, repr(port)) from None
     return MetricsServer(host, server.server_port, server, thread)
 
 
@@ -64,7 +68,7 @@ class _Numbers:
             "steps": ("Steps of wrapped models", done.steps),
             "collectives": ("Collectives called", done.collectives),
             "sent_bytes": ("Payload bytes put on the wire", done.bytes_sent),
-            "late_collectives": ("Collectives that were explained", len(events.notes)),
+            "late_collectives": ("Collectives that were explained", events.past.notes),
         }
         for name, (what, value) in counts.items():
             counter = CounterMetricFamily(f"paceline_{name}", what, labels=["rank"])

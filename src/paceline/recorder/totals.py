@@ -47,11 +47,11 @@ class Totals:
 
 
 def totals() -> Totals:
-    """Steps, collectives and bytes of all groups that are still known."""
-    boards = list(events.boards.values())
-    latest = {id(entry.track): entry.number for entry in list(events.steps)}
+    """Steps, collectives and bytes of all groups there were."""
+    boards, past = list(events.boards.values()), events.past
+    sent = [board.traffic.bytes_sent for board in boards if board.traffic is not None]
     return Totals(
-        sum(latest.values()),
-        sum(board.made for board in boards),
-        sum(board.traffic.bytes_sent for board in boards if board.traffic is not None),
+        past.steps + sum(board.steps for board in boards),
+        past.collectives + sum(board.made for board in boards),
+        past.bytes_sent + sum(sent),
     )

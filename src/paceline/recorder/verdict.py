@@ -4,6 +4,9 @@ The rules, the most telling first. Two ranks made different calls under the same
 process has ended, or it has left the group. A rank has not made the call: then it is in other code,
 whose line it tells, and if its models ran fewer backward passes than ours, it skipped one. A rank
 is silent. A rank has started the call and does something else. Else nobody is to blame.
+
+Accounts count ranks as the group does. Words count them as the whole job does, which is what stands
+before each line of output; where the two differ, both are said.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from .account import Account, Told, Went
 from .peers import Silence
 
 Said = Mapping[int, Account | Silence]
+_TOLD = 3  # ranks beside the first whose whereabouts are told
 
 # What ranks may give different amounts of.
 _UNEVEN = frozenset(
@@ -53,6 +57,19 @@ class Case:
     group: str
     waited: float  # seconds
     over: bool = False  # it has failed by now
+    members: Sequence[int] = ()  # the group's ranks as the job counts; empty: the same
+
+    def name(self, rank: int) -> str:
+        """A rank of the group, as it is called in a sentence."""
+        return rank_name(self.members, rank)
+
+
+def rank_name(members: Sequence[int], rank: int) -> str:
+    """``rank 3 (1 in the group)``, or ``rank 3`` where group and job count alike."""
+    known = 0 <= rank < len(members)
+    if not known or members[rank] == rank:
+        return f"rank {rank}"
+    return f"rank {members[rank]} ({rank} in the group)"
 
 
 def judge(case: Case, said: Said) -> Verdict:
@@ -85,42 +102,56 @@ def _differing(case: Case, said: Said) -> Finding | None:
         return None
     number, rank, mine, theirs = min(found, key=lambda item: item[:2])
     why = (
-        f"Call {number} of the group is not the same on all ranks: rank {case.mine.rank} called "
-        f"{words(mine)} at {place(mine.line)}, rank {rank} called {words(theirs)} "
+        f"Call {number} of the group is not the same on all ranks: {case.name(case.mine.rank)} "
+        f"called {words(mine)} at {place(mine.line)}, {case.name(rank)} called {words(theirs)} "
         f"at {place(theirs.line)}."
     )
     other = dict(_accounts(said))[rank]
-    return skip_between(case.mine, other, why, last=True) or (Kind.DIFFERS, rank, why)
+    return skip_between(case.mine, other, why, case.members) or (Kind.DIFFERS, rank, why)
 
 
-def skip_between(one: Account, other: Account, why: str, *, last: bool) -> Finding | None:
-    """Whether one of two ranks left a backward pass out that the other ran.
+def skip_between(
+    one: Account, other: Account, why: str, members: Sequence[int] = ()
+) -> Finding | None:
+    """Whether one of two ranks, which do something else by now, skipped a backward pass."""
+    return _skip(one, other, why, members, last=True) or _skip(other, one, why, members, last=True)
 
-    With ``last``, a step that none followed counts too: the rank does something else by now.
-    """
-    for ran, skipped in ((one, other), (other, one)):
-        step = first_skipped(ran.steps, skipped.steps, last=last)
-        if step is not None:
-            text = (
-                f"{why} Rank {skipped.rank} skipped a backward pass: the forward of step "
-                f"{step.number} at {place(step.line)} was followed by none there, and by one on "
-                f"rank {ran.rank}."
-            )
-            return Kind.SKIPPED, skipped.rank, text
-    return None
+
+def _skip(
+    ran: Account, skipped: Account, why: str, members: Sequence[int], *, last: bool
+) -> Finding | None:
+    """Whether ``skipped`` left a backward pass out that ``ran`` made."""
+    step = first_skipped(ran.steps, skipped.steps, last=last)
+    if step is None:
+        return None
+    text = (
+        f"{why} {_sentence(rank_name(members, skipped.rank))} skipped a backward pass: the forward "
+        f"of step {step.number} at {place(step.line)} was followed by none there, and by one on "
+        f"{rank_name(members, ran.rank)}."
+    )
+    return Kind.SKIPPED, skipped.rank, text
 
 
 def _gone(case: Case, said: Said) -> Finding | None:
     for rank, account in _accounts(said):
-        if account.ended or (account.closed and account.made < case.call.sequence):
+        if _comes_no_more(account, case.call):
             kind = Kind.ENDED if account.ended else Kind.LEFT
             how = account.ended or f"it has left the group, at {account.closed}"
-            why = f"Rank {rank} will not come: {how}{_last_call(account)}."
-            return skip_between(case.mine, account, why, last=True) or (kind, rank, why)
+            why = f"{_sentence(case.name(rank))} will not come: {how}{_last_call(account)}."
+            return skip_between(case.mine, account, why, case.members) or (kind, rank, why)
     ended = [rank for rank, what in sorted(said.items()) if what is Silence.ENDED]
     if ended:
-        return Kind.ENDED, ended[0], f"Rank {ended[0]} will not come: its process is gone."
+        who = _sentence(case.name(ended[0]))
+        return Kind.ENDED, ended[0], f"{who} will not come: its process is gone."
     return None
+
+
+def _comes_no_more(account: Account, call: Told) -> bool:
+    """Whether a rank has gone without having done its part in ``call``."""
+    theirs = account.call(call.sequence)
+    if account.ended:
+        return theirs is None or theirs.running or bool(theirs.error)
+    return bool(account.closed) and account.made < call.sequence
 
 
 def _last_call(account: Account) -> str:
@@ -134,19 +165,32 @@ def _last_call(account: Account) -> str:
 
 
 def _behind(case: Case, said: Said) -> Finding | None:
-    """The rank that has made the fewest calls; of a message, the rank it is to come from."""
+    """The rank that has made the fewest calls; of a message, the rank it is to come from.
+
+    One that waits for others in another group comes after those that wait for nobody.
+    """
     if case.call.sequence == 0:
-        late = [(0, r, a) for r, a in _accounts(said) if r == case.call.root and not a.inside]
+        late = [a for r, a in _accounts(said) if r == case.call.root and not a.inside]
     else:
-        late = [(a.made, r, a) for r, a in _accounts(said) if a.made < case.call.sequence]
+        late = [a for _, a in _accounts(said) if a.made < case.call.sequence]
     if not late:
         return None
-    made, rank, account = min(late, key=lambda item: item[:2])
-    where = f"Rank {rank} is missing: {_whereabouts(account)}."
-    if case.call.sequence and made:
-        where += f" It has made {made} of {case.call.sequence} calls."
-    skipped = skip_between(case.mine, account, where, last=False)
-    return skipped or (Kind.ELSEWHERE, rank, where)
+    first, *others = sorted(late, key=lambda a: (bool(a.elsewhere), a.made, a.rank))
+    where = f"{_sentence(case.name(first.rank))} is missing: {_whereabouts(first)}."
+    if case.call.sequence and first.made:
+        where += f" It has made {first.made} of {case.call.sequence} calls."
+    where += _missing_too(case, others)
+    skipped = _skip(case.mine, first, where, case.members, last=False)
+    return skipped or (Kind.ELSEWHERE, first.rank, where)
+
+
+def _missing_too(case: Case, others: Sequence[Account]) -> str:
+    """Where the next few are, and how many more there are."""
+    text = ""
+    for account in others[:_TOLD]:
+        text += f" {_sentence(case.name(account.rank))} is missing too: {_whereabouts(account)}."
+    more = len(others) - _TOLD
+    return f"{text} So {'are' if more > 1 else 'is'} {more} more." if more > 0 else text
 
 
 def _whereabouts(account: Account) -> str:
@@ -166,13 +210,15 @@ def _silent(case: Case, said: Said) -> Finding | None:
     for rank, what in sorted(said.items()):
         if what is Silence.MUTE:
             why = (
-                f"Rank {rank} does not answer: its process is stopped, or its host is out of reach."
+                f"{_sentence(case.name(rank))} does not answer: its process is stopped, or in a "
+                "call that lets no other Python thread run, or its host is out of reach."
             )
             return Kind.SILENT, rank, why
     for rank, what in sorted(said.items()):
         if what is Silence.UNKNOWN:
             why = (
-                f"Nothing is known of rank {rank}: it records nothing, or has not made this group."
+                f"Nothing is known of {case.name(rank)}: it records nothing, or has not made this "
+                "group."
             )
             return Kind.SILENT, rank, why
     return None
@@ -183,7 +229,8 @@ def _busy(case: Case, said: Said) -> Finding | None:
         theirs = account.call(case.call.sequence)
         if theirs is not None and theirs.running and not account.inside:
             why = (
-                f"Rank {rank} has started the call and not waited for it: {_whereabouts(account)}."
+                f"{_sentence(case.name(rank))} has started the call and not waited for it: "
+                f"{_whereabouts(account)}."
             )
             return Kind.ELSEWHERE, rank, why
     return None
@@ -204,18 +251,23 @@ def same(mine: Told, theirs: Told) -> bool:
 def first_skipped(mine: Sequence[Went], theirs: Sequence[Went], *, last: bool) -> Went | None:
     """The first step that has a backward pass here and none there.
 
-    Without ``last``, the latest step there does not count: its backward may be still to come.
+    Without ``last``, the latest step there does not count: its backward may be still to come. A
+    forward from another line is another thing, such as an evaluation on one rank alone.
     """
-    here = {(step.model, step.number) for step in mine if step.backward}
+    here = {(step.model, step.number, step.line) for step in mine if step.backward}
     latest = {step.model: step.number for step in theirs}
     for step in theirs:
         due = last or step.number < latest[step.model]
-        if due and not step.backward and (step.model, step.number) in here:
+        if due and not step.backward and (step.model, step.number, step.line) in here:
             return step
     return None
 
 
 # -- words ------------------------------------------------------------------------------------
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def words(call: Told) -> str:
@@ -241,12 +293,11 @@ def _opening(case: Case) -> str:
         bucket = f", bucket {call.bucket}{names}"
     number = f"call {call.sequence} of the group {case.group}{bucket}"
     if not call.sequence:
-        number = (
-            f"rank {call.root}, group {case.group}" if call.root >= 0 else f"group {case.group}"
-        )
+        other = f"{case.name(call.root)}, " if call.root >= 0 else ""
+        number = f"{other}group {case.group}"
     waited = "waited" if case.over else "has waited"
     return (
-        f"rank {mine.rank} {waited} {case.waited:.3g} s in {words(call)} ({number}), "
+        f"{case.name(mine.rank)} {waited} {case.waited:.3g} s in {words(call)} ({number}), "
         f"called at {place(call.line)}."
     )
 
@@ -258,7 +309,7 @@ def _waiting(case: Case, said: Said, culprit: int) -> str:
     for rank, account in _accounts(said):
         theirs = account.call(number)
         if rank != culprit and theirs is not None and theirs.running:
-            others.append(rank)
+            others.append(case.members[rank] if rank < len(case.members) else rank)
     if not others:
         return ""
     ranks = ", ".join(map(str, others))

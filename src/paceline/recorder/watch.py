@@ -99,9 +99,8 @@ class Watch:
 
     def end(self) -> None:
         """The process ends: save what is to be saved, and take leave."""
-        with contextlib.suppress(Exception):
-            if directory := os.environ.get(RECORD):
-                save_all(directory)
+        if directory := os.environ.get(RECORD):
+            _save(directory)
         with contextlib.suppress(Exception):
             self.peers.part()
         thread, self._thread = self._thread, None
@@ -163,7 +162,7 @@ class Watch:
         if not _runs(entry):  # it came while we asked
             return
         self._warned[board.number] = entry
-        events.notes.append((board, verdict.text))
+        events.note(board, verdict.text)
         print(f"paceline: {verdict.text}", file=sys.stderr, flush=True)
 
     # -- how long is too long -----------------------------------------------------------------
@@ -196,7 +195,8 @@ class Watch:
         said = self.peers.hear(board, range(board.size))
         waited = ((entry.finished or events.now()) - entry.began) / 1e9
         over = bool(entry.error)
-        return judge(Case(account_of(board), told(entry), board.name, waited, over), said)
+        case = Case(account_of(board), told(entry), board.name, waited, over, board.members)
+        return judge(case, said)
 
     def failed(self, entry: events.Entry, error: BaseException) -> None:
         """Add to an error what is known about its cause."""
@@ -218,13 +218,13 @@ class Watch:
         verdict = self.explain(entry)
         if verdict.kind is Kind.NOBODY:
             return
-        events.notes.append((entry.board, verdict.text))
+        events.note(entry.board, verdict.text)
         said = f"{error.args[0] if error.args else ''}\npaceline: {verdict.text}"
         error.args = (said, *error.args[1:])
 
     def _noted(self, entry: events.Entry) -> str:
         text = self.explain(entry).text
-        events.notes.append((entry.board, text))
+        events.note(entry.board, text)
         return text
 
     def _add_lines(self, entry: events.Entry, error: MismatchError) -> None:
@@ -234,9 +234,9 @@ class Watch:
         error.line_b = _line(said.get(error.rank_b), entry.sequence)
         one, other = said.get(error.rank_a), said.get(error.rank_b)
         if isinstance(one, Account) and isinstance(other, Account):
-            skipped = skip_between(one, other, "", last=True)
+            skipped = skip_between(one, other, "")
             error.verdict = "" if skipped is None else skipped[2].strip()
-        events.notes.append((entry.board, str(error)))
+        events.note(entry.board, str(error))
 
     def _add_last_words(self, entry: events.Entry, error: PeerDiedError | PeerLeftError) -> None:
         if getattr(error, "aborted", False):
@@ -280,11 +280,26 @@ def configure(*, warn_after: float | None = None, on: bool | None = None) -> Non
     What is None is left to the environment: ``PACELINE_WARN_AFTER`` (10; 0 for never) and
     ``PACELINE_RECORDER``.
     """
-    if warn_after is not None and not warn_after > 0:
+    if warn_after is not None and not _is_time(warn_after):
         raise RecorderArgumentError("warn_after", "a number of seconds above 0", repr(warn_after))
+    if on is not None and not isinstance(on, bool):
+        raise RecorderArgumentError("on", "True, False or None", repr(on))
     watch.warn_after = warn_after
     events.switch(on)
     watch.wake()
+
+
+def _is_time(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value > 0  # type: ignore[operator]
+
+
+def _save(directory: str) -> None:
+    """Save at the end of the process, which must not fail for it, but says so."""
+    try:
+        save_all(directory)
+    except Exception as error:
+        print(f"paceline: nothing was recorded into {directory}: {error}", file=sys.stderr)
 
 
 def _anew() -> None:
