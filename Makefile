@@ -10,13 +10,18 @@ TORCH ?= $(or $(CHOSEN),torch==2.13.0)
 # Files of tests that run at a time; most tests start processes of their own.
 JOBS ?= 2
 
+# Compiled modules are kept: most tests start processes, and each would compile all it imports.
+export PYTHONDONTWRITEBYTECODE =
+
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported; to compile all of them takes half a minute.
+INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow check docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test slow check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,17 +40,20 @@ slow: $(READY) ## run the tests that train for minutes
 parity: $(READY) ## run PyTorch's own distributed tests on paceline
 	$(BIN)/python -m tests.parity.runner
 
-check: $(READY) docs ## check format, lint, types and the docs
+check: $(READY) ## check format, lint, types and the docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types docs
+
+types: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY) ## build the docs site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 integrations: $(READY) ## install Accelerate, transformers and Lightning, and test with them
-	$(PIP) install "$(TORCH)"
-	$(PIP) install --no-build-isolation -e ".[integrations]"
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --no-build-isolation -e ".[integrations]"
 	$(BIN)/python -m pytest tests/integrations tests/test_examples.py
 
 bench-peers: $(READY) ## install the peers in .venv-peers and measure all of them in one table
@@ -64,13 +72,19 @@ clean: ## remove the environment and everything built
 ifneq ($(TORCH),$(CHOSEN))
 .PHONY: $(READY)
 endif
+# Made without a compiler, and there is one now.
+ifeq ($(wildcard src/paceline/_transport/_shm.so),)
+ifneq ($(shell command -v gcc || command -v cc),)
+.PHONY: $(READY)
+endif
+endif
 
 # torch comes first and the package is built without isolation, so torch is fetched once.
 $(READY): pyproject.toml setup.py $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install "$(TORCH)"
-	$(PIP) install "setuptools>=77" wheel
-	$(PIP) install --no-build-isolation -e ".[dev]"
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) "setuptools>=77" wheel
+	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@test -e src/paceline/_transport/_shm.so || echo "note: built without the shared-memory" \
 	  "library; to see why: $(BIN)/pip install -v --no-build-isolation --no-deps -e ."
 	@echo "$(TORCH)" > .venv/.torch

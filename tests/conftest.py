@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from paceline.groups import capabilities
+from .marks import SHM
 
 LONG = (
     "test_examples.py",
@@ -22,7 +22,6 @@ LONG = (
     "test_verdicts.py",
     "test_run.py",
 )
-MISSING = "" if (shm := capabilities()["shm"]).available else shm.reason
 TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
 
 
@@ -31,12 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    return (yield from _skipping_where_shm_is_missing())
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
+    return (yield from _skipping_where_shm_is_missing())
+
+
+def _skipping_where_shm_is_missing() -> Generator[None, None, None]:
     try:
         return (yield)
     except Exception as error:
-        if MISSING and any(told in text for told in TOLD for text in _texts(error)):
-            pytest.skip(MISSING)
+        if not SHM.available and any(told in text for told in TOLD for text in _texts(error)):
+            pytest.skip(SHM.reason)
         raise
 
 

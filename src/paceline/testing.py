@@ -323,7 +323,17 @@ _STACK_SIGNAL = signal.SIGRTMAX - 1  # not one that a test or a library is likel
 
 # Imported by the server, once, instead of by every rank; the latter only if this process has them.
 _PRELOADED = ("paceline.testing", "paceline.groups", "sympy")  # sympy: for torch.testing
-_PRELOADED_IF_HERE = ("numpy", "pytest", "hypothesis")
+_PRELOADED_IF_HERE = (
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._dynamo.testing",
+)
+_DYNAMO, _WITH_DYNAMO = "torch._dynamo", "torch._inductor.compile_fx"  # for the first compile
 
 
 def spawn_ranks(
@@ -520,8 +530,7 @@ def _signal_name(number: int) -> str:
 def _started(plan: _Plan) -> Iterator[list[_Rank]]:
     """Start the ranks; when the block ends, however it does, none of them is left."""
     context = multiprocessing.get_context("forkserver")
-    here = [name for name in _PRELOADED_IF_HERE if name in sys.modules]
-    context.set_forkserver_preload([*_PRELOADED, *here])
+    context.set_forkserver_preload(_preloaded())
     ranks: list[_Rank] = []
     try:
         for number in range(plan.size):
@@ -534,6 +543,11 @@ def _started(plan: _Plan) -> Iterator[list[_Rank]]:
             rank.process.join()
             rank.process.close()
             rank.reports.close()
+
+
+def _preloaded() -> list[str]:
+    here = [name for name in _PRELOADED_IF_HERE if name in sys.modules]
+    return [*_PRELOADED, *here, *([_WITH_DYNAMO] if _DYNAMO in here else [])]
 
 
 def _start(context: ForkServerContext, plan: _Plan, number: int) -> _Rank:

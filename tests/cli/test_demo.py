@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from paceline.cli import demo_tasks, live, main
-from paceline.cli.demo import _check, _run, busy_note, summary
+from paceline.cli.demo import _run, _tell_what_auto_picks, busy_note, summary
 from paceline.cli.demo_compare import Comparison
 from paceline.cli.demo_gpt import CharGPT, columns_of, loss_of, losses_of, squared_relu, write
 from paceline.cli.demo_pace import EVERY, Clock, Pace
@@ -429,7 +429,7 @@ def test_where_shm_cannot_be_used_it_says_so_and_takes_gloo(
 ) -> None:
     found = {"auto": Availability(True, "picks gloo on CPU"), "shm": Availability(False, "no cc")}
     monkeypatch.setattr("paceline.groups.capabilities", lambda: found)
-    _check("gpt", "auto", None)
+    _tell_what_auto_picks("auto")
     assert capsys.readouterr().err == "paceline: auto picks gloo on CPU.\n"
     assert main(["demo", "--backend", "shm"]) == 2
     assert "demo --backend shm: not on this machine: no cc." in capsys.readouterr().err
@@ -511,7 +511,7 @@ def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
     finally:
         demo.kill()
     assert demo.returncode == 130
-    assert said.strip() == "paceline: stopped; all ranks are ended."
+    assert said.splitlines()[-1] == "paceline: stopped; all ranks are ended."
     until = time.monotonic() + 30
     while in_session(demo.pid) and time.monotonic() < until:  # multiprocessing's own servers
         threading.Event().wait(0.05)

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 import paceline
 from paceline.groups import Group
 from paceline.testing import Meeting, spawn_ranks
+from tests.marks import USUAL
 
 DEADLINE = 300.0
 Open = Callable[[], Group]
@@ -29,7 +30,7 @@ class Opener:
     """Opens a new group of all ranks with every call."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.engine = "shm"
+        self.engine = USUAL
         self._meeting, self._opened = meeting, 0
 
     def __call__(self) -> Group:
@@ -43,7 +44,7 @@ class Opener:
 
 
 def run_rows(meeting: Meeting, module: str, names: Sequence[str]) -> dict[str, str]:
-    """What each row of ``module`` raised, or nothing. ``name@engine`` is for another than shm."""
+    """What each row of ``module`` raised, or nothing. ``name@engine`` chooses another engine."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows: dict[str, Row] = importlib.import_module(module).ROWS
@@ -53,7 +54,7 @@ def run_rows(meeting: Meeting, module: str, names: Sequence[str]) -> dict[str, s
         torch._dynamo.reset()
         counters.clear()
         row, _, engine = name.partition("@")
-        open_.engine = engine or "shm"
+        open_.engine = engine or USUAL
         try:
             rows[row](open_)
             results[name] = ""

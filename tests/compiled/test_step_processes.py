@@ -245,7 +245,7 @@ def a_loss_that_cannot_be_traced(open_: Open) -> None:
         return loss_of(model, x, y)
 
     pair = Pair([open_(), open_()], optimizer="sgd")
-    step = train_step(pair.ddp, pair.optimizer, untraceable)
+    step = train_step(pair.ddp, pair.optimizer, untraceable, backend="aot_eager")
     for number in range(3):
         inputs = batch(pair.rank, number)
         step(*inputs)
@@ -255,7 +255,7 @@ def a_loss_that_cannot_be_traced(open_: Open) -> None:
     assert len(lines) == 1, lines
     assert "\n" not in lines[0]
     assert "graph_break" in step.reason
-    strict = train_step(pair.ddp, pair.optimizer, untraceable, fullgraph=True)
+    strict = train_step(pair.ddp, pair.optimizer, untraceable, backend="aot_eager", fullgraph=True)
     with pytest.raises((torch._dynamo.exc.TorchDynamoException, paceline.errors.PeerError)):
         strict(*batch(pair.rank, 0))
 

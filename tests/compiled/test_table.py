@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from paceline import Group
 from paceline.compiled import UNAVAILABLE
 from paceline.testing import Meeting, spawn_ranks
+from tests.marks import SHM
 
 from . import rows
 from .marks import needs_compiler
@@ -184,7 +185,10 @@ def objects(meeting: Meeting, backend: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+OVER_GLOO = pytest.param("gloo", marks=pytest.mark.slow if SHM.available else ())
+
+
+@pytest.fixture(scope="module", params=["shm", OVER_GLOO])
 def found(request: pytest.FixtureRequest) -> Found:
     """What two processes found, over groups of each backend."""
     return spawn_ranks(2, objects, request.param, deadline=300)

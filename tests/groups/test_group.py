@@ -22,6 +22,7 @@ from paceline.errors import (
 )
 from paceline.groups import Call
 from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.marks import USUAL
 
 from .reference import check_all_collectives
 
@@ -83,7 +84,7 @@ def test_a_group_splits_into_ragged_parts_and_those_again(backend: str) -> None:
 
 def merge_two(meeting: Meeting) -> tuple[int, float]:
     mine = [0] if meeting.rank == 0 else [1, 2]
-    with meeting.new_group("shm", ranks=mine) as group:
+    with meeting.new_group(USUAL, ranks=mine) as group:
         store = PrefixStore("both", meeting.store())
         with group.merge(store, 3) as merged:
             assert merged.size() == 3
@@ -121,7 +122,7 @@ def test_survivors_reconfigure_and_go_on() -> None:
 
 
 def leave_one_out(meeting: Meeting) -> str:
-    group = meeting.new_group("shm")
+    group = meeting.new_group(USUAL)
     total(group)
     group.reconfigure([2, 0])
     if meeting.rank == 1:
@@ -142,7 +143,7 @@ def test_a_rank_that_is_no_member_any_more_has_a_closed_group() -> None:
 
 
 def miss_the_barrier(meeting: Meeting, missing: list[int]) -> list[int] | None:
-    with meeting.new_group("shm") as group:
+    with meeting.new_group(USUAL) as group:
         group.monitored_barrier(20.0)
         store = meeting.store()
         if meeting.rank in missing:

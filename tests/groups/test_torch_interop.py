@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import Group
 from paceline.errors import PeerDiedError, RendezvousError
 from paceline.testing import Meeting, spawn_ranks
+from tests.marks import USUAL
 
 BACKENDS = ["shm", "gloo"]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
@@ -224,11 +225,11 @@ def start_torchs_world(meeting: Meeting) -> tuple[str, float]:
 
 
 def test_init_process_group_opens_one_of_ours() -> None:
-    assert spawn_ranks(4, start_torchs_world) == [("shm", 12.0)] * 4
+    assert spawn_ranks(4, start_torchs_world) == [(USUAL, 12.0)] * 4
 
 
 def register_twice(meeting: Meeting) -> None:
-    with meeting.new_group("shm") as group:
+    with meeting.new_group(USUAL) as group:
         group.register("first")
         assert group.group_name == "first"
         with pytest.raises(RendezvousError, match="registered already"):

@@ -35,6 +35,7 @@ from paceline.optim.schedule import Schedule
 from paceline.optim.two_stages import TwoStages
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import watch
+from tests.marks import USUAL
 from tests.optim.local import (
     assert_all_equal,
     assert_close,
@@ -805,12 +806,12 @@ def to_the_end(group: Group, folder: str = "", *, die: bool = False) -> Any:
 
 
 def killed(meeting: Meeting, folder: str) -> None:
-    with meeting.new_group("shm") as group:
+    with meeting.new_group(USUAL) as group:
         to_the_end(group, folder, die=True)
 
 
 def resumed_and_straight(meeting: Meeting, folder: str) -> tuple[Any, Any]:
-    with meeting.new_group("shm") as group:
+    with meeting.new_group(USUAL) as group:
         return to_the_end(group, folder), to_the_end(group)
 
 

@@ -79,6 +79,7 @@ def demo(
     ranks = _count(nproc)
     _check(model.value, backend.value, seconds)
     _make_folder(out)
+    _tell_what_auto_picks(backend.value)
     plan = _plan(model.value, backend.value, ranks, steps, seconds, compare, out)
     with _polite_ends():
         ending = _run(plan, ranks)
@@ -102,10 +103,15 @@ def _check(model: str, backend: str, seconds: float | None) -> None:
     found = capabilities()[backend]
     if not found.available:
         say.fail(f"demo --backend {backend}: not on this machine: {found.reason}.")
-    if found.reason:  # auto, which takes gloo then
-        say.note(f"{backend} {found.reason}.")
     if seconds is not None and not 0 < seconds <= LONGEST:
         say.fail(f"demo --seconds {seconds:g}: give a number above 0, up to a day.")
+
+
+def _tell_what_auto_picks(backend: str) -> None:
+    from ..groups import capabilities
+
+    if reason := capabilities()[backend].reason:  # gloo then
+        say.note(f"{backend} {reason}.")
 
 
 def _make_folder(out: Path) -> None:

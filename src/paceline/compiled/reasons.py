@@ -31,6 +31,12 @@ def never(ddp: DistributedDataParallel) -> str:
     return ""
 
 
+def unbuildable(ddp: DistributedDataParallel, backend: object) -> str:
+    """What Inductor lacks to build code for the CPU; by itself it logs pages before it says so."""
+    on_cpu = any(param.device.type == "cpu" for param in ddp._replica.reducer.params)
+    return torch_private_step.missing_tools() if backend == "inductor" and on_cpu else ""
+
+
 def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
     """Hooks of parameters, which a traced backward pass would not call."""
     reducer = ddp._replica.reducer

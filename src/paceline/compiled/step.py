@@ -71,7 +71,7 @@ class Step:
         self._tracing = torch_private_step.tracing_backward()
         if self._binding.unfit:
             self._tell("the optimizer steps in eager mode", self._binding.unfit)
-        if reason := reasons.never(ddp):
+        if reason := reasons.never(ddp) or reasons.unbuildable(ddp, settings.backend):
             self._fall_back(reason)
 
     # -- a step -------------------------------------------------------------------------------

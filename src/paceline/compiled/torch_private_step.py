@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -40,6 +41,20 @@ def missing() -> str:
 
     if not hasattr(config, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot trace a backward pass"
+    return ""
+
+
+def missing_tools() -> str:
+    """What Inductor needs to build code for the CPU and does not find; empty if all is there."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "Inductor finds no C++ compiler (Debian: apt install g++)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Inductor finds no Python.h (Debian: apt install python3-dev)"
     return ""
 
 
