@@ -13,6 +13,9 @@ same round: the median over rounds, in brackets the quartiles. A step takes as l
 rank, a block counts by its median step. All of it is done several times from the start, so that
 where a process happens to lie in memory counts less.
 
+*flat*: no wrapper; the user's loop keeps all gradients in one tensor and averages it with one call
+after backward. That spares what a wrapper does for every parameter, and overlaps nothing.
+
 Each way is first checked on a small model; one that does not average is shown as failed. What is
 not installed is shown with the reason.
 """
@@ -69,8 +72,9 @@ PEERS = {
     "replicate": Peer("replicate on FSDP2, gloo"),
     "horovod": Peer("Horovod, OpenMPI", "horovod", launcher="mpirun"),
     "deepspeed": Peer("DeepSpeed ZeRO-0, gloo", "deepspeed", settings=CPU_ONLY),
+    "shm-flat": Peer("paceline's all-reduce, shm, flat"),
     "deepspeed-shm": Peer("DeepSpeed's shm op, flat", "deepspeed", settings=CPU_ONLY),
-    "mpi4py": Peer("mpi4py, flat, OpenMPI", "mpi4py", launcher="mpirun"),
+    "mpi4py": Peer("mpi4py, OpenMPI, flat", "mpi4py", launcher="mpirun"),
 }
 ASKED = [name for name in PEERS if name != LOCAL]
 

@@ -40,6 +40,7 @@ WAYS: dict[str, type[peers_ways.Way]] = {
     "deepspeed-shm": peers_ways.DeepSpeedShm,
     "mpi4py": peers_ways.Mpi,
     "shm": peers_ways.Shm,
+    "shm-flat": peers_ways.ShmFlat,
     "gloo": peers_ways.Gloo,
 }
 

@@ -259,13 +259,20 @@ class DeepSpeed(Way):
 class Flat(Way):
     """One all-reduce of all gradients after backward; they lie in one tensor."""
 
+    def allocate(self, numel: int) -> Tensor:
+        return torch.zeros(numel)
+
+    def average(self, flat: Tensor) -> None:
+        self.all_reduce(flat)
+        flat.div_(self.size)
+
     def all_reduce(self, flat: Tensor) -> None:
         raise NotImplementedError
 
     def prepare(self, model: nn.Module, batch: Tensor) -> Step:
         params = list(model.parameters())
         sizes = [param.numel() for param in params]
-        flat = torch.zeros(sum(sizes))
+        flat = self.allocate(sum(sizes))
         for param, part in zip(params, flat.split(sizes), strict=True):
             param.grad = part.view_as(param)
         optimizer = sgd(model)
@@ -273,11 +280,20 @@ class Flat(Way):
         def step() -> None:
             flat.zero_()
             model(batch).square().mean().backward()
-            self.all_reduce(flat)
-            flat.div_(self.size)
+            self.average(flat)
             optimizer.step()
 
         return step
+
+
+class ShmFlat(Flat, Shm):
+    """A bare paceline group, without a wrapper."""
+
+    def allocate(self, numel: int) -> Tensor:
+        return self.group.allocate(numel).zero_()
+
+    def average(self, flat: Tensor) -> None:
+        self.group.all_reduce(flat, paceline.ReduceOp.AVG)
 
 
 class DeepSpeedShm(Flat):

@@ -84,6 +84,7 @@ class Buffers:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._ignored = frozenset(ignored)
         self._homes = [(path, owner._buffers) for path, owner in module.named_modules()]
+        self._dicts = [home for _, home in self._homes]
         self._pack: _Pack | None = None
         self.hook: _BufferCommHook | None = None
         self.futures: list[Future[Any]] = []
@@ -94,7 +95,9 @@ class Buffers:
         return self.hook is not None and self.hook.after_forward
 
     def __bool__(self) -> bool:
-        return any(value is not None for _, home in self._homes for value in home.values())
+        if not any(self._dicts):  # asked in every forward, and most modules have none
+            return False
+        return any(value is not None for home in self._dicts for value in home.values())
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now, each once."""
