@@ -32,8 +32,8 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,10 +106,18 @@ def meeting_point() -> dict[str, str]:
     return {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **address}
 
 
-def sweep() -> None:
-    """Remove what DeepSpeed's shm op leaves in shared memory when its ranks end."""
-    for left in Path("/dev/shm").glob("deepspeed_*"):
+@contextmanager
+def swept() -> Iterator[None]:
+    """Remove what DeepSpeed's op, or a rank of OpenMPI that was killed, leaves in shared memory."""
+    before = set(left_behind())
+    yield
+    for left in set(left_behind()) - before:
         left.unlink(missing_ok=True)
+
+
+def left_behind() -> Iterator[Path]:
+    for pattern in ("deepspeed_*", "vader_segment.*"):
+        yield from Path("/dev/shm").glob(pattern)
 
 
 def missing(name: str) -> str:
@@ -161,6 +169,8 @@ class Ride:
                 self.round(number, models[index:])
         for name in list(self.parties):
             self.ask(name, (), what="close")
+        for party in self.parties.values():
+            party.dismiss()
 
     def start(self, name: str, models: Sequence[str]) -> None:
         print(f"  {PEERS[name].title}", file=sys.stderr)
@@ -265,7 +275,7 @@ def main() -> int:
         print(f"start {number + 1} of {args.starts}", file=sys.stderr)
         with ExitStack() as opened:
             folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="peers-"))
-            opened.callback(sweep)
+            opened.enter_context(swept())
             opened.enter_context(no_one_left())
             Ride(Path(folder), found).go([LOCAL, *present], args.models, args.rounds)
     log("\n" + "\n".join(table(args.only, args.models, absent, found)))

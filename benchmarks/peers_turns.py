@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 DEADLINE = 300.0  # seconds for the answer to one request
 
+PATIENCE = 20.0  # seconds for a library to end by itself
 BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 Command = tuple[list[str], dict[str, str]]  # what to run, in which environment
@@ -61,6 +62,17 @@ class Party:
             raise Failed(self._last_words()) from lost
         finally:
             send(self._family(), signal.SIGSTOP)
+
+    def dismiss(self) -> None:
+        """Let the ranks end by themselves, so that their libraries can clean up."""
+        send(self._family(), signal.SIGCONT)
+        for rank in self.ranks:
+            rank.close()
+        until = time.monotonic() + PATIENCE
+        for process in self.started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        self.kill()
 
     def kill(self) -> None:
         """End every process of theirs."""
