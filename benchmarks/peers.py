@@ -1,7 +1,7 @@
 """How does paceline's training step compare with that of other libraries, on one host?
 
     python3 benchmarks/peers_setup.py                                once: makes .venv-peers
-    .venv-peers/bin/python benchmarks/peers.py --save results.md     about half an hour
+    .venv-peers/bin/python benchmarks/peers.py --save results.md     about twenty minutes
     .venv-peers/bin/python benchmarks/peers.py --quick               a rough picture
     .venv-peers/bin/python benchmarks/peers.py --only shm horovod --models mlp
 
@@ -252,12 +252,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--only", nargs="+", choices=ASKED, default=ASKED)
     parser.add_argument("--starts", type=int, help="of all of it (2)")
-    parser.add_argument("--rounds", type=int, help="in each start (12)")
+    parser.add_argument("--rounds", type=int, help="in each start (6)")
     parser.add_argument("--quick", action="store_true", help="one start of 4 rounds")
     parser.add_argument("--save", type=Path, help="write the result here")
     args = parser.parse_args()
     args.starts = args.starts or (1 if args.quick else 2)
-    args.rounds = args.rounds or (4 if args.quick else 12)
+    args.rounds = args.rounds or (4 if args.quick else 6)
     return args
 
 

@@ -8,7 +8,7 @@ engine, counts and ranks fit. An :class:`Engine` does it, now (``run``) or in it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -34,6 +34,18 @@ Kind = Literal[
     "barrier",
 ]
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
+
+# One step of each reduction, in torch's arithmetic; an average is divided at the end.
+COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 # By the number of torch's RedOpType.
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

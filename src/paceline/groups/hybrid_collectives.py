@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .engine import Call
+from .engine import COMBINE, Call
 from .hybrid_calls import as_bytes, pairs
 from .hybrid_steps import Steps, Time
 
@@ -20,15 +20,6 @@ WINDOW = 2 << 20  # bytes; of larger tensors, a part is summed while another one
 GATHERED_UP_TO = 32 << 10  # bytes over all hosts; so little is sent whole, in one round, not two
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 class Collectives:
@@ -155,7 +146,7 @@ class Collectives:
 
     def _combine(self, rows: Tensor, call: Call) -> Tensor:
         """Reduce the hosts' ``rows`` in their order; for an average, divide by the ranks."""
-        combine = _COMBINE[_local_reduction(call)]
+        combine = COMBINE[_local_reduction(call)]
         total = rows[0].float() if rows.dtype in _HALVES else rows[0]
         for row in rows[1:]:
             combine(total, row, out=total)

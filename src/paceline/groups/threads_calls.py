@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .engine import REDUCING, Call
+from .engine import COMBINE, REDUCING, Call
 
 _ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 _EQUAL = frozenset({"all_reduce", "reduce", "broadcast", "barrier"})  # one size on all ranks
@@ -166,7 +166,7 @@ def reduced(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     wide = _WIDE.get(dtype, dtype)
     if dtype.is_floating_point and dtype.itemsize < 4:
         wide = torch.float32
-    total = functools.reduce(_STEPS[reduction], (t.to(wide) for t in tensors))
+    total = functools.reduce(COMBINE[reduction], (t.to(wide) for t in tensors))
     if reduction == "avg" and wide.is_floating_point:
         total = total / len(tensors)
     elif reduction == "avg":  # a sum wraps before it is divided, as in shm
@@ -174,16 +174,6 @@ def reduced(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     return total.clone() if total is tensors[0] else total.to(dtype)
 
 
-_STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}  # torch cannot add these themselves
 
 
