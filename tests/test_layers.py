@@ -34,9 +34,10 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
         "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
         "ddp": frozenset({"_reducer", "groups", "hooks", "join", "policies"}),
-        "hooks": frozenset({"_reducer", "groups", "policies"}),  # of _reducer: Bucket
-        "_reducer": frozenset({"groups", "policies"}),  # its hook is given, not imported
-        "optim": frozenset({"groups", "join", "policies"}),
+        "hooks": frozenset({"_exchange", "_reducer", "groups", "policies"}),  # of _reducer: Bucket
+        "_reducer": frozenset({"_exchange", "groups", "policies"}),  # its hook is given
+        "optim": frozenset({"_exchange", "groups", "join", "policies"}),
+        "_exchange": frozenset({"groups", "policies"}),
         "join": frozenset({"groups", "policies"}),  # ddp and optim are Joinable, so they import it
         "elastic": frozenset({"groups", "policies"}),
         "data": frozenset({"groups", "policies"}),
@@ -201,12 +202,12 @@ def test_a_relative_import_that_points_up_is_found() -> None:
     bad = {
         "groups/__init__.py": "from ..ddp import X\n",
         "groups/group.py": "from .. import ddp\n",
-        "hooks/codecs/fp8.py": "from ...ddp import X\n",
+        "_exchange/codecs/fp8.py": "from ...ddp import X\n",
     }
     assert violations(bad) == [
+        "_exchange/codecs/fp8.py:1: _exchange may not import ddp",
         "groups/__init__.py:1: groups may not import ddp",
         "groups/group.py:1: groups may not import ddp",
-        "hooks/codecs/fp8.py:1: hooks may not import ddp",
     ]
 
 
@@ -223,9 +224,11 @@ def test_imports_inside_functions_and_for_types_count() -> None:
 def test_only_the_top_may_import_the_package_itself() -> None:
     source = "from paceline import Group\n"
     assert violations({"cli/run.py": source}) == []
-    assert violations({"ddp/wrapper.py": source, "optim/zero1.py": "import paceline\n"}) == [
+    assert violations(
+        {"ddp/wrapper.py": source, "optim/zero/optimizer.py": "import paceline\n"}
+    ) == [
         "ddp/wrapper.py:1: ddp may not import paceline itself",
-        "optim/zero1.py:1: optim may not import paceline itself",
+        "optim/zero/optimizer.py:1: optim may not import paceline itself",
     ]
 
 

@@ -9,6 +9,7 @@
     compiled/      the path torch.compile traces
     hooks/         how a bucket is averaged: torch's hooks, and codecs that save bytes
     optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
+    _exchange/     how tensors are averaged, under hooks and optim: routes, codecs
     join/          ranks with unequal amounts of data
     data.py        samplers for uneven shards
     metrics.py     reductions over uneven shards

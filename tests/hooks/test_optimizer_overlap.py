@@ -11,8 +11,8 @@ from torch.distributed.optim import as_functional_optim
 
 from paceline import DistributedDataParallel as DDP
 from paceline import hooks
+from paceline._exchange import mean_later
 from paceline.groups import Group
-from paceline.hooks.average import mean_later
 from paceline.testing import run_ranks
 from tests.ddp.toys import TINY, assert_same, weights
 from tests.hooks.table import Net, batch, loss

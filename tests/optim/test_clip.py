@@ -19,7 +19,7 @@ from paceline.optim import ZeroRedundancyOptimizer as Zero
 from paceline.optim import clip_grad_norm_
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.toys import TINY, count_calls, data
-from tests.optim.zero_ranks import group_of, model
+from tests.optim.zero.ranks import group_of, model
 
 ORDERS = pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
 

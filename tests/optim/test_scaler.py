@@ -16,7 +16,7 @@ from paceline.optim import GradScaler, clip_grad_norm_
 from paceline.optim import ZeroRedundancyOptimizer as Zero
 from paceline.testing import run_ranks
 from tests.ddp.toys import count_calls, data
-from tests.optim.zero_ranks import model, weights
+from tests.optim.zero.ranks import model, weights
 
 
 def scaler() -> GradScaler:

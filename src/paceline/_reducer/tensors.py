@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._exchange import strides_of
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -30,9 +32,10 @@ def view_for(flat: Tensor, start: int, param: Tensor) -> Tensor:
     not a view in autograd's sense: ``detach_`` works on it as on any gradient.
     """
     mine = local(param)
-    stride = mine.stride() if _is_dense(mine) else torch.empty(mine.shape, device="meta").stride()
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), flat.storage_offset() + start, mine.shape, stride)
+    return empty.set_(
+        flat.untyped_storage(), flat.storage_offset() + start, mine.shape, strides_of(mine)
+    )
 
 
 def like(view: Tensor, param: Tensor) -> Tensor:
@@ -65,15 +68,3 @@ def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:
 
 def _is_dtensor(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "_local_tensor")
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gaps and overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

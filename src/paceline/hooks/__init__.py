@@ -1,11 +1,9 @@
 """How a bucket of gradients is averaged, one idea per file; see ``ddp.register_comm_hook``.
 
-``average.py`` is the plain way and says what all hooks share; ``lane.py`` says why order matters.
+``allreduce.py`` is the plain way and says what all hooks share; codecs are in ``_exchange/codecs``.
 """
 
-from .average import allreduce_hook
-from .codec_hook import CodecHook
-from .codecs import (
+from .._exchange import (
     Bf16,
     Chain,
     Codec,
@@ -19,6 +17,8 @@ from .codecs import (
     Sign,
     TopK,
 )
+from .allreduce import allreduce_hook
+from .codec_hook import CodecHook
 from .compress import (
     bf16_compress_hook,
     bf16_compress_wrapper,

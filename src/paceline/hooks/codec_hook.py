@@ -29,16 +29,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
 
+from .._exchange import (
+    Codec,
+    FactorRoute,
+    GatherRoute,
+    Held,
+    Journey,
+    Meter,
+    MeteredGroup,
+    ParamSpan,
+    PowerSGD,
+    Route,
+    RowCodec,
+    RowLayout,
+    TwoStageRoute,
+)
 from .._reducer import GradBucket, local
 from ..errors import CodecMismatchError, CodecSettingError, CodecStateError
 from ..groups import Group, group_or_default
-from .codecs.codec import Codec, RowCodec
-from .codecs.journey import Journey
-from .codecs.layout import Layout, Piece
-from .codecs.lowrank import PowerSGD
-from .codecs.memory import Held
-from .codecs.routes import Factored, Gathered, Route, TwoStages
-from .codecs.wire import Line, Meter
 
 SMALL = 4096  # elements
 
@@ -76,7 +84,7 @@ class CodecHook:
         self._meter = Meter()
         self._given = process_group
         self._ddp: Callable[[], Any] = lambda: None
-        self._line: Line | None = None
+        self._line: MeteredGroup | None = None
         self._agreed = False
         self._known: dict[int, tuple[int, str, Tensor]] = {}  # id → number, name, the parameter
         self._routes: dict[tuple[str, ...], Route] = {}
@@ -249,35 +257,35 @@ class CodecHook:
             self._routes[names] = route
         return self._routes[names]
 
-    def _pieces(self, bucket: GradBucket) -> list[Piece]:
+    def _pieces(self, bucket: GradBucket) -> list[ParamSpan]:
         pieces, at = [], 0
         for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(param) not in self._known:
                 number = len(self._known)
                 self._known[id(param)] = number, str(number), param
             number, name, _ = self._known[id(param)]
-            pieces.append(Piece(name, number, tuple(gradient.shape), at))
+            pieces.append(ParamSpan(name, number, tuple(gradient.shape), at))
             at += gradient.numel()
         return pieces
 
-    def _make_route(self, pieces: Sequence[Piece], like: Tensor) -> Route:
+    def _make_route(self, pieces: Sequence[ParamSpan], like: Tensor) -> Route:
         line, codec = self._connect(), self.codec
         held = self.residuals if self.error_feedback else None
         if isinstance(codec, PowerSGD):
-            layout = Layout.of(pieces, 1, lambda p: self._large(p) and codec.gains(p.shape))
-            return Factored(codec, layout, line, held, like)
+            layout = RowLayout.of(pieces, 1, lambda p: self._large(p) and codec.gains(p.shape))
+            return FactorRoute(codec, layout, line, held, like)
         assert isinstance(codec, RowCodec)
-        layout = Layout.of(pieces, codec.block, self._large)
+        layout = RowLayout.of(pieces, codec.block, self._large)
         if line.ranks <= 2 or not codec.dense or not layout.large:
-            return Gathered(codec, layout, line, held, like)
-        return TwoStages(codec, layout, line, held, like, self._owned)
+            return GatherRoute(codec, layout, line, held, like)
+        return TwoStageRoute(codec, layout, line, held, like, self._owned)
 
-    def _large(self, piece: Piece) -> bool:
+    def _large(self, piece: ParamSpan) -> bool:
         return self.step >= self.warm_up and piece.numel >= max(self.small, 1)
 
     # -- the group ----------------------------------------------------------------------------
 
-    def _connect(self) -> Line:
+    def _connect(self) -> MeteredGroup:
         """A line to the group as it is now; the wrapper may have moved to another one."""
         given = self._given or getattr(self._ddp(), "process_group", None)
         given = group_or_default(given)
@@ -286,7 +294,7 @@ class CodecHook:
                 self._start_over()
                 if isinstance(self.codec, PowerSGD):
                     self.codec.restart()
-            self._line = Line(given, self._meter, self._device())
+            self._line = MeteredGroup(given, self._meter, self._device())
         return self._line
 
     def _device(self) -> torch.device:
@@ -307,7 +315,7 @@ class CodecHook:
     def _start_over(self) -> None:
         """Lay everything out anew. What belonged to the old layout of ranks is sent from here."""
         for route in self._routes.values():
-            if isinstance(route, TwoStages):
+            if isinstance(route, TwoStageRoute):
                 route.hand_over(self.residuals)
         self._routes.clear()
         self._owned.clear()
@@ -330,7 +338,7 @@ def _weight_of(bucket: Any) -> float:
     return float(getattr(bucket, "weight", 1.0))
 
 
-def _sparse(line: Line, buffer: Tensor) -> Iterator[Sequence[TorchWork]]:
+def _sparse(line: MeteredGroup, buffer: Tensor) -> Iterator[Sequence[TorchWork]]:
     """Sparse gradients are few already."""
     before = line.group.traffic.bytes_sent
     work = line.group.all_reduce(buffer, ReduceOp.AVG)

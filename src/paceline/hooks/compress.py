@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from .._exchange import one_tensor, sum_later
 from ..groups import group_or_default
-from .average import one_tensor, sum_later
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 

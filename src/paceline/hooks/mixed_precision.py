@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .average import mean_later
+from .._exchange import mean_later
 
 
 @dataclass

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from .._exchange import one_tensor
 from ..errors import HookStateError
-from .average import allreduce_hook, one_tensor
+from .allreduce import allreduce_hook
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .._exchange import done, gather_later, mean_later
 from ..groups import Group, group_or_default
-from .average import done, gather_later, mean_later
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._exchange import (
+    LowRankPlan,
+    MatrixBatch,
+    mean_later,
+    mean_now,
+    orthonormal,
+    plan_low_rank,
+    random_columns,
+    widened,
+)
 from ..groups import group_or_default
-from .average import mean_later, mean_now
-from .low_rank import Batch, Layout, lay_out, orthonormal, random_columns, widened
 from .powersgd_state import PowerSGDState
 
 
@@ -32,7 +40,7 @@ def powerSGD_hook(
         state.maybe_increase_iter(bucket)
         return mean_later(group, buffer)
     shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
-    layout = lay_out(shapes, state.matrix_approximation_rank, state.min_compression_rate)
+    layout = plan_low_rank(shapes, state.matrix_approximation_rank, state.min_compression_rate)
     exchange = _prepare(state, bucket, group, layout, numbers)
     return state._lane.start(lambda: exchange.run(buffer), buffer.device)
 
@@ -47,7 +55,7 @@ def batched_powerSGD_hook(
         return mean_later(group, buffer)
     side = math.ceil(math.sqrt(buffer.numel()))
     rank = min(side, state.matrix_approximation_rank)
-    layout = Layout((side * side,), (), (Batch(side, side, rank, (0,)),))
+    layout = LowRankPlan((side * side,), (), (MatrixBatch(side, side, rank, (0,)),))
     exchange = _prepare(state, bucket, group, layout, [bucket.index()])
 
     def job() -> Tensor:
@@ -59,7 +67,11 @@ def batched_powerSGD_hook(
 
 
 def _prepare(
-    state: PowerSGDState, bucket: Any, group: ProcessGroup, layout: Layout, numbers: Sequence[int]
+    state: PowerSGDState,
+    bucket: Any,
+    group: ProcessGroup,
+    layout: LowRankPlan,
+    numbers: Sequence[int],
 ) -> "_Exchange":
     """All that is taken from the state's counters, which go on before the job runs."""
     state.count(layout, last=bucket.is_last())
@@ -74,7 +86,7 @@ class _Exchange:
 
     state: PowerSGDState
     group: ProcessGroup
-    layout: Layout
+    layout: LowRankPlan
     numbers: Sequence[int]  # of the parameters, by slot
     seeds: Sequence[int]
     weight: float  # that this rank's gradients were multiplied by; errors are kept without it
@@ -99,7 +111,7 @@ class _Exchange:
             self._finish(batch, parts, ms, p, q)
         return buffer
 
-    def _with_errors(self, batch: Batch, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _with_errors(self, batch: MatrixBatch, parts: Sequence[Tensor]) -> list[Tensor]:
         """The batch's gradients, each with what was left out of it before."""
         found = []
         for slot in batch.slots:
@@ -110,7 +122,7 @@ class _Exchange:
             found.append(matrix)
         return found
 
-    def _first_q(self, batch: Batch, like: Tensor) -> Tensor:
+    def _first_q(self, batch: MatrixBatch, like: Tensor) -> Tensor:
         """Where the last step ended, or anywhere."""
         found = []
         for slot in batch.slots:
@@ -134,7 +146,12 @@ class _Exchange:
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _finish(
-        self, batch: Batch, parts: Sequence[Tensor], gradients: list[Tensor], p: Tensor, q: Tensor
+        self,
+        batch: MatrixBatch,
+        parts: Sequence[Tensor],
+        gradients: list[Tensor],
+        p: Tensor,
+        q: Tensor,
     ) -> None:
         """Multiply out, and remember, unless somebody's gradient was not a number.
 

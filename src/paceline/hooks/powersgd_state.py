@@ -16,10 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, is_initialized
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._exchange import JobLane, LowRankPlan, Seeds
 from ..errors import HookStateError
 from ..groups import current_process_group
-from .lane import Lane
-from .low_rank import Layout, Seeds
 
 # Records go where torch's hook writes them, so that filters and handlers for those see them.
 log = logging.getLogger("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
@@ -31,7 +30,7 @@ class _Here:
     __slots__ = ("_lane", "_numbers")
 
     def _begin(self) -> None:
-        self._lane = Lane()
+        self._lane = JobLane()
         self._numbers: Any = WeakIdKeyDictionary()  # parameter → its number
 
 
@@ -141,7 +140,7 @@ class PowerSGDState(_Here):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
-    def count(self, layout: Layout, *, last: bool) -> None:
+    def count(self, layout: LowRankPlan, *, last: bool) -> None:
         """Add a bucket to the statistics; tell them when it is time to."""
         self.total_numel_before_compression += layout.numel
         self.total_numel_after_compression += layout.numel_sent

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from .._exchange import gather_later, mean_later
 from ..groups import group_or_default
-from .average import gather_later, mean_later
 
 _HEAD = 2  # numbers before the values of a stretch: its step, and the value that stands for zero
 

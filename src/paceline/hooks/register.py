@@ -6,7 +6,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from .average import allreduce_hook
+from .allreduce import allreduce_hook
 from .compress import bf16_compress_hook, fp16_compress_hook
 from .debugging import noop_hook
 from .powersgd import batched_powerSGD_hook, powerSGD_hook

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from .._exchange import JobLane, one_tensor
 from ..errors import HookStateError
-from .average import one_tensor
-from .lane import Lane
 from .optimizer_overlap import settle
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -99,7 +98,7 @@ class _InPass:
         self._zero = zero
         self._at_once = at_once
         self._waiting: list[tuple[Any, Future[Any]]] = []  # what is stepped before the last one
-        self._lane = Lane()
+        self._lane = JobLane()
 
     def take(self, bucket: Any, future: Future[Any]) -> Future[Tensor]:
         if not bucket.is_last():

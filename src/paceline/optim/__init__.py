@@ -1,6 +1,6 @@
 """Optimizers that know of other ranks.
 
-``rounds.py`` says how ranks train alone for a while and what they exchange.
+``rounds/rounds.py`` says how ranks train alone for a while and what they exchange.
 """
 
 from .averagers import (
@@ -11,13 +11,12 @@ from .averagers import (
     get_params_to_average,
 )
 from .clip import Gradients, clip_grad_norm_
-from .diloco import DiLoCo
 from .hierarchical import HierarchicalModelAverager
 from .in_backward import InBackward
-from .local_sgd import LocalSGD
 from .post_local_sgd import PostLocalSGDOptimizer
+from .rounds import DiLoCo, LocalSGD
 from .scaler import GradScaler
-from .zero1 import ZeroRedundancyOptimizer
+from .zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "DiLoCo",

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchAverager
 
+from .._exchange import FlatBuffer, Plain, Standing, pack
 from ..errors import AveragingArgumentError, UnsupportedParametersError
 from ..groups import Group, group_or_default
-from .exchange import Plain, Standing
-from .pieces import Piece, pack
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -46,7 +45,7 @@ def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGro
     if tensors[0].device.type != "cpu":
         torch.accelerator.synchronize()  # two NCCL groups must not be at work at a time
     group = Group.wrap(group_or_default(process_group), tensors[0].device)
-    pieces = [Piece(part, Plain(group)) for part in pack(tensors)]
+    pieces = [FlatBuffer(part, Plain(group)) for part in pack(tensors)]
     for piece in pieces:
         piece.start(Standing(1.0))
     for piece in pieces:

@@ -1,0 +1,508 @@
+# mypy: disable-error-code="override, misc"
+# (torch's classes have no annotations worth inheriting, and other ones in every version)
+"""ZeroRedundancyOptimizer: every rank keeps the optimizer state of its part of the parameters.
+
+Each rank steps its part with an ordinary optimizer, then all ranks exchange what they have updated.
+How parameters are dealt out is in ``deal.py``, how they travel in ``rows.py``, what the
+inner optimizer gets to see in ``pieces.py``, how state dicts come about in ``state.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ...errors import OptimizerArgumentError, OptimizerStateError
+from ...groups import Group
+from ...join import Join, Joinable, JoinHook
+from ..clip import Gradients
+from .args import check_types, choose_class, choose_group, read_params
+from .checkpoint import Checkpointed
+from .deal import Shards, choose_shards, deal
+from .overlap import Overlap, _OverlapInfo, _OverlapStatus
+from .pairing import GradientShards, PairedRow, pair, set_apart
+from .pieces import LocalPiece, RunPiece
+from .rows import Laid, Row
+from .state import Share, State, assemble, kind_of, shares_of, state_for
+
+log = logging.getLogger(__name__)
+
+
+class ZeroJoinHook(JoinHook):
+    """A rank that has run out still steps its part of the parameters."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self.zero = zero
+
+    def main_hook(self) -> None:
+        """Take the step that the others take; gradients are there already."""
+        self.zero.step()
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
+    """Shards the state of ``optimizer_class`` over the ranks of a group.
+
+    Takes what torch's class takes. With ``ddp``, a paceline DistributedDataParallel that has these
+    parameters, gradients are reduce-scattered (half the bytes of an all-reduce), so ``.grad`` is
+    None after a backward pass and every rank has the averages of its part only. ``shards``:
+    ``"flat"`` cuts all elements into equal stretches, ``"whole"`` gives each parameter to one rank,
+    ``"auto"`` cuts where the optimizer steps each element by itself.
+
+    ``optim`` is the inner optimizer on this rank's part; ``param_groups`` has all parameters. ::
+
+        ddp = paceline.DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, ddp=ddp, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool | None = False,
+        overlap_with_ddp: bool = False,
+        *,
+        shards: Shards = "auto",
+        ddp: Any = None,
+        **defaults: Any,
+    ) -> None:
+        listed, self._all_params = read_params(params)
+        check_types(self._all_params, may_differ=shards != "auto" or ddp is not None)
+        self.initialized = False
+        Optimizer.__init__(self, listed, defaults)
+        Joinable.__init__(self)
+        self._default_device = self._all_params[0].device
+        self.process_group = choose_group(process_group, ddp)
+        self._group = Group.wrap(self.process_group, self._default_device)
+        self.rank, self.world_size = self._group.rank(), self._group.size()
+        self.global_rank = _global_rank(self.process_group)
+        self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
+        self._overlap_with_ddp = overlap_with_ddp
+        self._optim_defaults = defaults
+        self._optim_constructor = choose_class(optimizer_class, overlaps=overlap_with_ddp)
+        kind = self._optim_constructor
+        self._how = choose_shards(shards, kind, self._all_params, defaults)
+        self._rows: list[Row] = []
+        self._pieces: list[LocalPiece] = []
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._paired: GradientShards | None = None
+        self._ddp = ddp
+        self._overlap: Overlap | None = None
+        if overlap_with_ddp:
+            self._begin_overlap(ddp)
+        else:
+            self._begin(ddp)
+        self.optim: Any = self._make_inner()
+        self.initialized = True
+
+    # -- what it is made of -------------------------------------------------------------------
+
+    def _begin(self, ddp: Any) -> None:
+        numbers = self._param_to_index
+        if ddp is not None:
+            self._require_cuttable()
+            self._paired = _sharded(ddp, self._group)
+            self._rows.extend(pair(self._paired, numbers))
+        paired = {number for row in self._rows for number in row.params}
+        rest = {number: param for param, number in numbers.items() if number not in paired}
+        laid = self.parameters_as_bucket_view
+        self._rows.extend(deal(rest, self._group, self._how, laid=laid))
+        self._pieces = self._cut(range(len(self.param_groups)))
+
+    def _begin_overlap(self, ddp: Any) -> None:
+        if ddp is not None:
+            raise OptimizerArgumentError(
+                "overlap_with_ddp=True and ddp= were given.",
+                "Leave ddp= out: the communication hook pairs the optimizer with its wrapper.",
+            )
+        if len(self.param_groups) > 1:
+            self._refuse_groups()
+        if self.parameters_as_bucket_view:
+            log.warning(
+                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; "
+                "instead, a different bucketing strategy will be used"
+            )
+        params = dict(enumerate(self._index_to_param))
+        self._overlap = Overlap(params, self._group)
+        self._rows = [self._overlap.row]
+        self._pieces = list(self._overlap.pieces.values())
+
+    def _require_cuttable(self) -> None:
+        if self._how != "flat":
+            raise OptimizerArgumentError(
+                f"ddp= was given, but {self._optim_constructor.__name__} needs whole parameters.",
+                "Every rank has a part of the gradients only. Leave ddp= out.",
+            )
+
+    def _cut(
+        self, groups: Sequence[int], kind: Callable[[int], Hashable] = lambda _: None
+    ) -> list[LocalPiece]:
+        """This rank's pieces of the parameters of some groups, in their order."""
+        numbers = self._param_to_index
+        group_of = {numbers[p]: g for g in groups for p in self.param_groups[g]["params"]}
+        pieces = [piece for row in self._rows for piece in row.pieces(group_of, kind)]
+        return sorted(pieces, key=lambda piece: piece.group)
+
+    def _make_inner(self) -> Optimizer:
+        groups = self._groups_of(self._pieces, range(len(self.param_groups)))
+        inner: Optimizer = self._optim_constructor(groups, **self._optim_defaults)
+        self._sync_param_groups(inner.param_groups, self.param_groups)
+        return inner
+
+    def _groups_of(
+        self, pieces: Sequence[LocalPiece], groups: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        return [
+            {**self.param_groups[g], "params": [p.tensor for p in pieces if p.group == g]}
+            for g in groups
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more parameters; every rank calls it. Those before stay where they are."""
+        if getattr(self, "initialized", False) and self._overlap_with_ddp:
+            self._refuse_groups()
+        super().add_param_group(param_group)
+        if not getattr(self, "initialized", False):
+            return
+        last = len(self.param_groups) - 1
+        added = self.param_groups[last]["params"]
+        self._all_params.extend(added)
+        numbers = self._param_to_index
+        for row in self._rows:
+            if isinstance(row, PairedRow):
+                row.adopt(numbers)
+        known = {id(param) for row in self._rows for param in row.params.values()}
+        fresh = {numbers[param]: param for param in added if id(param) not in known}
+        loads = [sum(_owned(row, rank) for row in self._rows) for rank in range(self.world_size)]
+        laid = self.parameters_as_bucket_view
+        self._rows.extend(deal(fresh, self._group, self._how, laid=laid, loads=loads))
+        pieces = self._cut([last])
+        self._pieces.extend(pieces)
+        self.optim.add_param_group(self._groups_of(pieces, [last])[0])
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+    def _refuse_groups(self) -> None:
+        raise OptimizerStateError(
+            "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter "
+            "group."
+        )
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """Step this rank's part, then bring all parts to all ranks; every rank calls it.
+
+        Further arguments go to the inner optimizer.
+        """
+        if self._overlap_with_ddp:
+            log.warning(
+                "`step()` should not be included in the training loop when `overlap_with_ddp=True`"
+            )
+            return None
+        self._refuse_lonely_join()
+        loss = self._local_step(closure=closure, **kwargs)
+        self._sync_params()
+        return loss
+
+    def _local_step(
+        self,
+        gradients: Sequence[Tensor | None] | None = None,
+        closure: Callable[[], float] | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """Step this rank's part; the other ranks do not learn of it yet."""
+        Join.notify_join_context(self)
+        if gradients is not None:
+            raise OptimizerStateError(
+                "Specifying `gradients` is for torch's own communication hooks.",
+                "Use paceline.hooks.hook_with_zero_step.",
+            )
+        loss = None
+        if closure is not None and self._how == "flat":  # its gradients are cut before the step
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        with self._lent_gradients():
+            arguments = kwargs if closure is None else {"closure": closure, **kwargs}
+            result = self._step_inner(**arguments)
+        if self._paired is not None:  # what was stepped with is not to be added to
+            self._paired.clear()
+        return result if loss is None else loss
+
+    def _step_inner(self, **arguments: Any) -> Any:
+        """Settings may have been changed on either side, by a scheduler or by the step itself."""
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        result = self.optim.step(**arguments)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        return result
+
+    @contextmanager
+    def _lent_gradients(self) -> Any:
+        for row in self._rows:
+            if isinstance(row, Laid):
+                row.refresh()
+        if self._how == "flat":
+            self._refuse_sparse()
+        if self._paired is not None:
+            self._let_rest()
+        for piece in self._pieces:
+            piece.lend_grad()
+        try:
+            yield
+        finally:
+            for piece in self._pieces:
+                piece.drop_grad()
+
+    def _let_rest(self) -> None:
+        """Parameters that no rank had a gradient for take no step, as anywhere else."""
+        rows = [row for row in self._rows if isinstance(row, PairedRow)]
+        idle = {number for row in rows for number in row.idle()}
+        if idle or any(piece.rests for piece in self._pieces if isinstance(piece, RunPiece)):
+            self._pieces = set_apart(self._pieces, idle, self.optim)
+
+    def _refuse_sparse(self) -> None:
+        """On every rank: the inner optimizer would only do it where the gradient is stepped."""
+        if issubclass(self._optim_constructor, (torch.optim.SGD, torch.optim.Adagrad)):
+            return
+        params = self._index_to_param
+        sparse = [n for n, p in enumerate(params) if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise OptimizerStateError(
+                f"rank {self.rank}: {self._optim_constructor.__name__} does not support sparse "
+                f"gradients, and parameters {sparse[:5]} have such. No rank has stepped.",
+                "Consider SparseAdam, or an embedding with sparse=False.",
+            )
+
+    def _sync_params(self) -> None:
+        """Bring every rank's part to all ranks."""
+        with torch.no_grad():
+            for row in self._rows:
+                if row.awake:
+                    row.share()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those in shards too."""
+        super().zero_grad(set_to_none)
+        if self._paired is not None:
+            self._paired.clear()
+
+    def gradients(self) -> Gradients:
+        """The gradients as this rank has them: parts of a whole that all ranks have, and whole."""
+        runs = [piece for piece in self._pieces if isinstance(piece, RunPiece)]
+        parts = [grad for run in runs if (grad := run.gradient()) is not None]
+        inside = {n for row in self._rows if isinstance(row, PairedRow) for n in row.params}
+        whole = [
+            param.grad
+            for number, param in enumerate(self._index_to_param)
+            if number not in inside and param.grad is not None
+        ]
+        return Gradients(whole, parts, self._group if self._paired is not None else None)
+
+    # -- inside a backward pass ---------------------------------------------------------------
+
+    def overlap_begin(self, ddp: Any, shard_buckets: bool = False) -> None:
+        """A communication hook of ``ddp`` will tell of its buckets."""
+        self._overlapping().begin(ddp, shard_buckets)
+
+    def overlap_bucket(
+        self,
+        bucket_index: int,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        is_last: bool,
+    ) -> None:
+        """Step this rank's part of a bucket whose averages are known.
+
+        The call with ``is_last`` comes after the others of its pass and at the same point on all
+        ranks: it also shares all parameters, and blocks for that.
+        """
+        with torch.no_grad():
+            self._overlapping().take(parameters, gradients, self._step_inner, is_last)
+
+    def _overlapping(self) -> Overlap:
+        if self._overlap is None:
+            raise OptimizerArgumentError(
+                "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use "
+                "this hook properly."
+            )
+        return self._overlap
+
+    @property
+    def _overlap_info(self) -> _OverlapInfo:
+        return self._overlapping().info
+
+    def _check_overlap_initialized(self) -> None:
+        overlap = self._overlap
+        if overlap is not None and overlap.info.status is not _OverlapStatus.INITIALIZED:
+            raise OptimizerStateError(
+                "This method should not be called until this ZeroRedundancyOptimizer instance has "
+                "been fully initialized.",
+                "The first passes of its wrapper do that.",
+            )
+
+    # -- state dicts --------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all parameters to rank ``to``; every rank calls it."""
+        self._check_overlap_initialized()
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        own = [share.pack() for share in shares_of(self._pieces, self.optim.state)]
+        everyone: Any = self._group.gather_object(own, to)
+        self._consolidated = None
+        if self.rank == to:
+            shares = [Share.unpack(packed) for packed in itertools.chain(*everyone)]
+            self._consolidated = assemble(shares, self._index_to_param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it was when it was last consolidated here, as of an ordinary optimizer."""
+        self._check_overlap_initialized()
+        if self._consolidated is None:
+            raise OptimizerStateError(
+                "Optimizer state has not been consolidated on this rank. Please call "
+                f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to "
+                "save the global state."
+            )
+        return {**super().state_dict(), "state": dict(self._consolidated)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a state dict, be it of this class or of an ordinary optimizer.
+
+        It may come from any number of ranks.
+        """
+        self._check_overlap_initialized()
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
+        numbers = {key: number for number, key in enumerate(saved)}
+        given = state_dict["state"].items()
+        self._take_state({numbers[key]: value for key, value in given if key in numbers})
+
+    def _take_state(self, state: State) -> None:
+        """Give the inner optimizer its part of the state of whole parameters."""
+        params = self._index_to_param
+        if self._paired is not None:
+            self._recut(lambda number: kind_of(number, state, params))
+        self._set_inner_state([state_for(piece, state, params) for piece in self._pieces])
+
+    def _recut(self, kind: Callable[[int], Hashable]) -> None:
+        """Let parameters share a run only if their kind is the same.
+
+        One tensor has one step count; parameters that come from elsewhere may have had several.
+        """
+        self._pieces = self._cut(range(len(self.param_groups)), kind)
+        self.optim = self._make_inner()
+
+    def _set_inner_state(self, states: Sequence[dict[str, Any] | None]) -> None:
+        self._consolidated = None
+        packed = self.optim.state_dict()
+        order = [p for group in self.optim.param_groups for p in group["params"]]
+        place = {tensor: at for at, tensor in enumerate(order)}
+        pairs = zip(self._pieces, states, strict=True)
+        packed["state"] = {place[piece.tensor]: own for piece, own in pairs if own is not None}
+        self.optim.load_state_dict(packed)
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+
+    @staticmethod
+    def _sync_param_groups(
+        src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Copy all settings, but not the parameters."""
+        for source, target in zip(src_param_groups, dst_param_groups, strict=True):
+            target.update((key, value) for key, value in source.items() if key != "params")
+
+    # -- Join ---------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> ZeroJoinHook:
+        """What a rank that has run out does; gradients are set by a joinable before this one."""
+        return ZeroJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._default_device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group the state is sharded over."""
+        return self.process_group
+
+    def _refuse_lonely_join(self) -> None:
+        theirs = getattr(self._ddp, "_join_config", None)
+        if theirs is not None and theirs.enable and not self._join_config.enable:
+            raise OptimizerStateError(
+                f"rank {self.rank}: the model is in a Join context and this optimizer is not. A "
+                "rank that has run out would not step its part, and the others wait for it.",
+                "Give both to one Join: Join([ddp, optimizer]).",
+            )
+
+    # -- torch's names for what is where ------------------------------------------------------
+
+    @property
+    def _index_to_param(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def _param_to_index(self) -> dict[Tensor, int]:
+        return {param: number for number, param in enumerate(self._index_to_param)}
+
+    @property
+    def _param_to_rank(self) -> dict[Tensor, int]:
+        """Who has the first element of each parameter."""
+        params = self._index_to_param
+        return {
+            params[part.param]: rank
+            for row in self._rows
+            for rank, slices in enumerate(row.owned)
+            for part in slices
+            if part.start == 0 and part.param >= 0
+        }
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """For each rank the groups of its inner optimizer, with parts of parameters as views."""
+        return [
+            self._groups_of(self._pieces_of(rank), range(len(self.param_groups)))
+            for rank in range(self.world_size)
+        ]
+
+    def _pieces_of(self, rank: int) -> list[LocalPiece]:
+        if rank == self.rank:
+            return self._pieces
+        numbers = self._param_to_index
+        group_of = {
+            numbers[p]: g for g, group in enumerate(self.param_groups) for p in group["params"]
+        }
+        return [piece for row in self._rows for piece in row.pieces_of(rank, group_of)]
+
+
+def _owned(row: Row, rank: int) -> int:
+    return sum(part.length for part in row.owned[rank])
+
+
+def _global_rank(group: ProcessGroup) -> int:
+    if isinstance(group, Group):
+        return group.members[group.rank()]
+    return int(dist.get_global_rank(group, group.rank()))
+
+
+def _sharded(ddp: Any, group: Group) -> GradientShards:
+    """Have ``ddp`` reduce-scatter its gradients from now on."""
+    if not hasattr(ddp, "shard_gradients"):
+        raise OptimizerArgumentError(
+            f"ddp= is a {type(ddp).__name__}, which cannot leave gradients in shards.",
+            "Give the model as wrapped by paceline.DistributedDataParallel, or leave ddp= out.",
+        )
+    sharded: GradientShards = ddp.shard_gradients()
+    if (sharded.group.rank(), sharded.group.size()) != (group.rank(), group.size()):
+        raise OptimizerArgumentError(
+            f"ddp= averages over {sharded.group}, and process_group is {group}.",
+            "Leave process_group out.",
+        )
+    return sharded

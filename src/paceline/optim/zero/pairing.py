@@ -1,0 +1,186 @@
+"""Pairing with DistributedDataParallel: gradients arrive in shards, so they are stepped in shards.
+
+The wrapper reduce-scatters each bucket, and a rank gets the averages of one stretch of it. The
+parameters of a bucket are laid into a buffer that looks like the bucket; the same stretch of that
+is what this rank steps, as a few long tensors, and then gathers in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...groups import Group
+from .pieces import LocalPiece, RunPiece
+from .rows import Kind, Laid
+from .shards import Slice, length_of, runs_of
+from .state import copied
+
+_LONGEST = 1 << 20  # elements of a run: few kernels, and what they work on still fits a cache
+
+
+class GradientShard(Protocol):
+    """One bucket of a wrapper, and this rank's stretch of it."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The bucket's parameters; they lie one after the other, each as in its own memory."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, with what makes it divisible by the number of ranks."""
+
+    @property
+    def start(self) -> int:
+        """Where this rank's stretch begins."""
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The averages of the stretch; None while there are none."""
+
+    @property
+    def touched(self) -> Collection[int]:
+        """Places, among the parameters, of those that any rank had a gradient for."""
+
+
+class GradientShards(Protocol):
+    """The gradients of a wrapper that reduce-scatters them."""
+
+    @property
+    def group(self) -> Group:
+        """Whose ranks have the shards."""
+
+    @property
+    def shards(self) -> Sequence[GradientShard]:
+        """One for each bucket."""
+
+    def clear(self) -> None:
+        """Forget the averages, as zero_grad does."""
+
+
+class PairedRow(Laid):
+    """The parameters of one bucket, in a buffer of the same layout."""
+
+    def __init__(self, shard: GradientShard, params: Mapping[int, Tensor], group: Group) -> None:
+        length = shard.numel // group.size()
+        total = sum(param.numel() for param in params.values())
+        bounds = tuple(min(rank * length, total) for rank in range(group.size() + 1))
+        super().__init__(bounds, params, group, length)
+        self.shard = shard
+        self._find_starts()
+
+    def _find_starts(self) -> None:
+        sizes = (param.numel() for param in self.params.values())
+        starts = itertools.accumulate(sizes, initial=0)
+        self._starts = dict(zip(self.params, starts, strict=False))
+
+    def adopt(self, numbers: Mapping[Tensor, int]) -> None:
+        """Learn the numbers of parameters that were nobody's so far."""
+        fresh = {n: numbers[p] for n, p in self.params.items() if n < 0 and p in numbers}
+        self.params = {fresh.get(n, n): param for n, param in self.params.items()}
+        self.owned = tuple(
+            tuple(Slice(fresh.get(s.param, s.param), s.start, s.stop) for s in slices)
+            for slices in self.owned
+        )
+        self._find_starts()
+
+    def idle(self) -> set[int]:
+        """Parameters that no rank had a gradient for, though others of the bucket had one."""
+        touched = self.shard.touched
+        if self.shard.grad is None or len(touched) == len(self.params):
+            return set()
+        return {number for at, number in enumerate(self.params) if at not in touched}
+
+    def pieces(self, group_of: Mapping[int, int], kind: Kind) -> list[LocalPiece]:
+        def found(part: Slice) -> Hashable:
+            known = part.param in group_of
+            return (group_of[part.param], kind(part.param)) if known else None
+
+        runs = runs_of(self.owned[self.group.rank()], found, _LONGEST)
+        return [self._run(run, group_of[run[0].param]) for run in runs]
+
+    def _run(self, slices: Sequence[Slice], group: int) -> RunPiece:
+        start = self._starts[slices[0].param] + slices[0].start
+        stop = start + sum(part.length for part in slices)
+        return RunPiece(self.buffer[start:stop], slices, group, self._gradient(start, stop))
+
+    def _gradient(self, start: int, stop: int) -> Callable[[], Tensor | None]:
+        shard = self.shard
+        first, last = start - shard.start, stop - shard.start
+
+        def gradient() -> Tensor | None:
+            grad = shard.grad
+            return None if grad is None else grad[first:last].to(self.buffer.dtype)
+
+        return gradient
+
+
+def pair(sharded: GradientShards, numbers: Mapping[Tensor, int]) -> list[PairedRow]:
+    """A row for every bucket with a parameter of ours; ``numbers`` says which those are."""
+    rows = []
+    strangers = itertools.count(-1, -1)  # the bucket has them, and this optimizer does not
+    for shard in sharded.shards:
+        params = {_number(param, numbers, strangers): param for param in shard.params}
+        if any(number >= 0 for number in params):
+            rows.append(PairedRow(shard, params, sharded.group))
+    return rows
+
+
+def set_apart(
+    pieces: Sequence[LocalPiece], idle: Collection[int], optim: Optimizer
+) -> list[LocalPiece]:
+    """Let runs rest whose parameters are idle; one that has both kinds is cut, and its state too.
+
+    A parameter without a gradient takes no step, so its step count is another one from now on.
+    """
+    found: list[LocalPiece] = []
+    for piece in pieces:
+        if not isinstance(piece, RunPiece):
+            found.append(piece)
+            continue
+        runs = runs_of(piece.slices, lambda part: part.param in idle, piece.tensor.numel())
+        parts = [piece] if len(runs) == 1 else _cut_run(piece, runs, optim)
+        for run in parts:
+            run.rests = run.slices[0].param in idle
+        found.extend(parts)
+    return found
+
+
+def _cut_run(run: RunPiece, slices: Sequence[Sequence[Slice]], optim: Optimizer) -> list[RunPiece]:
+    starts = itertools.accumulate(map(length_of, slices), initial=0)
+    parts = [run.part(start, own) for start, own in zip(starts, slices, strict=False)]
+    listed = optim.param_groups[run.group]["params"]
+    at = next(at for at, tensor in enumerate(listed) if tensor is run.tensor)
+    listed[at : at + 1] = [part.tensor for part in parts]
+    state, start = optim.state.pop(run.tensor, {}), 0
+    for part in parts:
+        if state:
+            optim.state[part.tensor] = _state_between(state, run, start, part)
+        start += part.tensor.numel()
+    return parts
+
+
+def _state_between(
+    state: Mapping[str, Any], run: RunPiece, start: int, part: RunPiece
+) -> dict[str, Any]:
+    stop = start + part.tensor.numel()
+    return {
+        name: copied(value[start:stop] if _as_long(value, run) else value)
+        for name, value in state.items()
+    }
+
+
+def _as_long(value: Any, run: RunPiece) -> bool:
+    return isinstance(value, Tensor) and value.shape == run.tensor.shape
+
+
+def _number(param: Tensor, numbers: Mapping[Tensor, int], others: itertools.count[int]) -> int:
+    return numbers[param] if param in numbers else next(others)
