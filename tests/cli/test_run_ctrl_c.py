@@ -3,12 +3,11 @@
 import os
 import select
 import signal
-import subprocess
 import threading
 
 import pytest
 
-from tests.cli.launches import start
+from tests.cli.launches import Launched, fork
 
 # A rank with two children: one in its process group, one in a group of its own.
 FAMILY = """
@@ -36,11 +35,11 @@ except KeyboardInterrupt:
 @pytest.fixture
 def family(tmp_path):
     """Start two such ranks; gives the launcher and everybody's pid once they are up."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Launched] = []
 
-    def begin(manner: str) -> tuple[subprocess.Popen[str], list[int]]:
+    def begin(manner: str) -> tuple[Launched, list[int]]:
         (tmp_path / "family.py").write_text(FAMILY)
-        launcher = start(
+        launcher = fork(
             *("run", "--nproc", 2, tmp_path / "family.py", manner), TMPDIR=str(tmp_path)
         )
         started.append(launcher)
@@ -54,7 +53,7 @@ def family(tmp_path):
 
     yield begin
     for launcher in started:
-        launcher.kill()
+        launcher.end()
 
 
 def alive(pid: int) -> bool:

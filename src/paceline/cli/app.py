@@ -35,7 +35,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 def _torchrun_spelling(option: str) -> str:
     """An option's name as we spell it: torchrun has ``--nproc_per_node`` too."""
-    return {"nproc-per-node": "nproc"}.get(option.replace("_", "-"), option.replace("_", "-"))
+    ours = {"nproc-per-node": "nproc", "shutdown-timeout": "grace"}
+    name = option.replace("_", "-")
+    return ours.get(name, name)
 
 
 # Options of `run` end where the script begins: what follows is the script's.

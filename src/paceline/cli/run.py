@@ -29,6 +29,12 @@ _NPROC = _option(
 _THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
 _SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
 _MAX_RESTARTS = _option(_HERE, "N", "Start all ranks again after a failure, so often.")
+_GRACE = _option(
+    _HERE,
+    "SECONDS",
+    "How long ranks may take to end, such as to save, once they are told to or their script has "
+    "failed; who needs longer is killed.",
+)
 
 _SCRIPT = "How the script runs"
 _MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
@@ -63,6 +69,7 @@ def run(
     threads: Annotated[int | None, _THREADS] = None,
     show: Annotated[str, _SHOW] = "",
     max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
+    grace: Annotated[float, _GRACE] = 30.0,
     module: Annotated[bool, _MODULE] = False,
     drop_in: Annotated[bool, _DROP_IN] = False,
     backend: Annotated[str, _BACKEND] = "auto",
@@ -86,13 +93,13 @@ def run(
     For example: paceline run --nproc 4 train.py --lr 0.1
     """
     from ..errors import LaunchError
-    from .run_launch import Script
+    from .run_launch import Conduct, Script
     from .run_plan import Asked
     from .run_start import start
 
     asked = Asked(nproc, nnodes, node_rank, master_addr, master_port, rdzv_endpoint, rdzv_id)
     chosen = Script(script, tuple(arguments or ()), module, backend, drop_in, record, threads)
     try:
-        return start(asked, chosen, max_restarts, show, ray)
+        return start(asked, chosen, Conduct(max_restarts, grace), show, ray)
     except LaunchError as error:
         say.fail(str(error))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,13 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from . import say
 from .run_meeting import Meeting
 from .run_screen import Reader
+from .run_signals import heeded
 from .run_verdict import Ending, Verdict, judge, read_reports, runs, why_again
 
 _NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
-_LINGER = 10.0  # seconds a rank has to end after its script has failed
 _LONE = 10.0  # seconds after which it is said that a rank has ended while others run
 _PAUSE = 0.02
-# What a rank is sent when it has to end, and the seconds it has after each.
-_ON_CTRL_C = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0))
-_ON_FAILURE = ((signal.SIGTERM, 10.0),)
+_INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIGINT
 
 
 class Pipes(LogsSpecs):
@@ -87,6 +86,7 @@ class Attempt:
     number: int = 0
     endings: dict[int, Ending] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)  # by rank
+    failing_since: dict[int, float] = field(default_factory=dict)  # by rank: its script has failed
     told_lone: bool = False
 
     @property
@@ -106,9 +106,10 @@ class FailedElsewhereError(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent for the ranks of one machine, with our way of watching and ending them."""
 
-    def __init__(self, spec: WorkerSpec, pipes: Pipes) -> None:
+    def __init__(self, spec: WorkerSpec, pipes: Pipes, grace: float) -> None:
         super().__init__(spec, pipes)
         self.pipes = pipes
+        self.grace = grace
         self.meeting = spec.rdzv_handler
 
     @property
@@ -132,7 +133,7 @@ class Agent(LocalElasticAgent):
         attempt = self.attempt
         if any(end.code for end in attempt.endings.values()):
             self._wait_for_ends(attempt.running, _NOTICE)
-            self._end_ranks(_ON_FAILURE)
+            self._end_ranks(ways_to_end(False, self.grace))
             self._kill()
         elif isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
             raise FailedElsewhereError(reason)
@@ -144,10 +145,17 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines; torch calls it when all ranks of this one have ended."""
+        if not isinstance(self.meeting, Meeting):
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        elif reason := self.meeting.finish(timedelta(seconds=self._exit_barrier_timeout)):
+            raise FailedElsewhereError(reason)
+
     def _tell_of_lone_ranks(self) -> None:
         attempt = self.attempt
         since = max(end.when for end in attempt.endings.values())
-        if not attempt.running or attempt.told_lone or time.time() - since < _LONE:
+        if not attempt.running or attempt.told_lone or time.monotonic() - since < _LONE:
             return
         attempt.told_lone = True
         gone, left = sorted(attempt.endings), attempt.running
@@ -158,10 +166,10 @@ class Agent(LocalElasticAgent):
 
     def _end_lingerers(self) -> None:
         """End ranks whose script has failed and whose process goes on, such as in a lock."""
-        attempt = self.attempt
-        for rank, report in read_reports(attempt.notes).items():
-            late = time.time() - report.when > _LINGER
-            if late and rank in attempt.running:
+        attempt, now = self.attempt, time.monotonic()
+        for rank in read_reports(attempt.notes):
+            since = attempt.failing_since.setdefault(rank, now)
+            if now - since > self.grace and rank in attempt.running:
                 _signal([attempt.pids[rank]], signal.SIGKILL)
 
     # -- the end ------------------------------------------------------------------------------
@@ -171,12 +179,14 @@ class Agent(LocalElasticAgent):
         by_hand = death_sig is signal.SIGINT
         try:
             if by_hand and self.attempt.running:
-                seconds = _ON_CTRL_C[0][1]
-                say.note(f"the ranks have {seconds:g} s to end; Ctrl-C again ends them at once")
-            self._end_ranks(_ON_CTRL_C if by_hand else _ON_FAILURE)
+                say.note(f"the ranks have {self.grace:g} s to end; Ctrl-C again ends them at once")
+            self._end_ranks(ways_to_end(by_hand, self.grace))
         except (SignalException, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one has nothing left to do
+            for number in heeded():
+                signal.signal(number, signal.SIG_IGN)  # a third one has nothing left to do
             say.note("ending all ranks at once")
+            if death_sig is None:  # between two attempts: there shall be no other
+                raise
         finally:
             # What a good run has started in the background may stay.
             failed = any(end.code for end in self.attempt.endings.values())
@@ -219,7 +229,14 @@ class Agent(LocalElasticAgent):
             code = process.proc.poll()
             rank = self.attempt.ranks[local]
             if code is not None and rank not in self.attempt.endings:
-                self.attempt.endings[rank] = Ending(code, time.time(), stopped)
+                self.attempt.endings[rank] = Ending(code, time.monotonic(), stopped)
+
+
+def ways_to_end(by_hand: bool, grace: float) -> tuple[tuple[signal.Signals, float], ...]:
+    """What a rank is sent when it has to end, and the seconds it has after each."""
+    if by_hand:
+        return (signal.SIGINT, grace), (signal.SIGTERM, min(grace, _INSISTED))
+    return ((signal.SIGTERM, grace),)
 
 
 def _signal(leaders: Collection[int], number: signal.Signals) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from . import say
 from .run_machine import allow_open_files, cores, loopback, threads_per_rank
 from .run_plan import Become, Launch
 from .run_record import clear_record, tell_if_empty
+from .run_signals import handling, heeded
 from .run_verdict import Verdict, signal_name
 
 if TYPE_CHECKING:
@@ -58,6 +59,14 @@ class Script:
         return found
 
 
+@dataclass(frozen=True)
+class Conduct:
+    """What the launcher does when ranks fail or have to end."""
+
+    max_restarts: int = 0
+    grace: float = 30.0  # seconds that a rank has to end; torchrun's number
+
+
 def become(plan: Become, script: Script) -> NoReturn:
     """Turn this process into its rank; srun and mpirun carry its output and its exit code."""
     os.environ.update(plan.environment())
@@ -65,37 +74,45 @@ def become(plan: Become, script: Script) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *script.command()])
 
 
-def launch(plan: Launch, script: Script, max_restarts: int = 0, show: Collection[int] = ()) -> int:
+def launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int] = ()) -> int:
     """Start this machine's ranks and wait for their end; returns what a shell is to see."""
-    from .run_agent import Agent, Pipes
-    from .run_screen import Reader
-
     os.environ.update(script.environment(plan.nproc), PYTHONUNBUFFERED="1")
     if plan.max_nodes == 1 and (name := loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
     allow_open_files(_OPEN_FILES + _FILES_PER_RANK * plan.nproc)
+    # torch's agent takes these while ranks run, and would take what nohup has this process ignore.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(s.name for s in heeded()))
+    with handling(_stop):
+        try:
+            return _launch(plan, script, conduct, show)
+        except _StoppedError as stop:
+            say.complain(stop.reason)
+            return stop.code
+
+
+def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int]) -> int:
+    from .run_agent import Agent, Pipes
+    from .run_screen import Reader
+
     _hush()
     meeting = _meeting(plan)
     if plan.max_nodes == 1:
         clear_record(script.record)
-    folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-    reader = Reader(show)
+    notes = tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True)
     try:
-        agent = Agent(_spec(plan, script, max_restarts, meeting), Pipes(folder, reader))
-        try:
-            _run(agent)
-        finally:
-            reader.close()  # so that what is said now comes after all that ranks have written
-        code = _tell(agent)
+        with notes as folder:
+            pipes = Pipes(Path(folder), Reader(show))
+            agent = Agent(_spec(plan, script, conduct, meeting), pipes, conduct.grace)
+            try:
+                _run(agent)
+            finally:
+                pipes.reader.close()  # what is said now comes after all that ranks have written
+            code = _tell(agent)
         if not code and plan.max_nodes == 1:
             tell_if_empty(script.record)
         return code
-    except _StoppedError as stop:
-        say.complain(stop.reason)
-        return stop.code
     finally:
         meeting.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hush() -> None:
@@ -120,9 +137,7 @@ def _meeting(plan: Launch) -> RendezvousHandler:
     )
 
 
-def _spec(
-    plan: Launch, script: Script, max_restarts: int, meeting: RendezvousHandler
-) -> WorkerSpec:
+def _spec(plan: Launch, script: Script, conduct: Conduct, meeting: RendezvousHandler) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     return WorkerSpec(
@@ -131,7 +146,7 @@ def _spec(
         entrypoint=sys.executable,
         args=("-u", *(_keep_dollars(word) for word in script.command())),
         rdzv_handler=meeting,
-        max_restarts=max_restarts,
+        max_restarts=conduct.max_restarts,
         monitor_interval=0.1,
     )
 
@@ -149,13 +164,19 @@ class _StoppedError(Exception):
     code: int
 
 
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End this launcher for a signal that came while no rank ran."""
+    raise _StoppedError(f"stopped by {signal_name(number)}; no rank runs", 128 + number)
+
+
 def _run(agent: Agent) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from .run_agent import FailedElsewhereError
 
     try:
-        agent.run()
+        with handling(_stop):  # and so again once torch's agent has put its own there
+            agent.run()
     except FailedElsewhereError as failure:
         raise _StoppedError(str(failure), 1) from None
     except (SignalException, KeyboardInterrupt) as stop:

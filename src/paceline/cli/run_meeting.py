@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,6 +31,7 @@ from .run_plan import Launch
 TIMEOUT = timedelta(minutes=15)  # torchrun's, for all machines to come
 _PATIENCE = timedelta(seconds=2)  # that a consequence waits for its cause on another machine
 _ANSWER = timedelta(seconds=20)  # that a store has to answer once somebody listens there
+_LOOK = 0.05  # seconds between two looks at the store
 _GOODBYE = timedelta(seconds=5)  # that the first machine waits for the others to hear of a failure
 
 
@@ -88,12 +90,15 @@ class Meeting(RendezvousHandler):
         """Leave; the first machine lets the others read why."""
         if self.nodes > 1:
             with suppress(DistError, RuntimeError):
-                left = self._store.add("paceline/left", 1)
-                if left == self.nodes:
-                    self._store.set("paceline/all left", "")
-                elif self.hosts:
-                    self._store.wait(["paceline/all left"], _GOODBYE)
+                self._store.add("paceline/left", 1)
+                if self.hosts:
+                    self._until(self._alone, _GOODBYE)
         return True
+
+    def _alone(self) -> bool:
+        """Whether all other machines that came have left."""
+        came = self._store.add("paceline/round/1", 0)
+        return self._store.add("paceline/left", 0) >= came
 
     # -- failures of other machines -----------------------------------------------------------
 
@@ -106,8 +111,7 @@ class Meeting(RendezvousHandler):
             return headline
         with suppress(DistError, RuntimeError):
             if not final:
-                with suppress(DistError, RuntimeError):
-                    self._store.wait(["paceline/failure"], _PATIENCE)
+                self._until(lambda: self._store.check(["paceline/failure"]), _PATIENCE)
             told = self._store.compare_set("paceline/failure", "", headline).decode()
             return told if told == headline else f"{told}; here, {headline}"
         return headline
@@ -122,6 +126,28 @@ class Meeting(RendezvousHandler):
         except (DistError, RuntimeError):
             return f"the launcher at {self.address}:{self.port} is gone"
         return ""
+
+    def finish(self, timeout: timedelta) -> str:
+        """Wait for the other machines' ranks to end too; returns why one gave up, if one did."""
+        key = f"paceline/round/{self._round}/ended"
+        with suppress(DistError, RuntimeError):
+            if self._store.add(key, 1) == self.nodes:
+                self._store.set(f"{key}/all", "")
+            self._until(lambda: self._store.check([f"{key}/all"]) or bool(self.failure()), timeout)
+            return "" if self._store.check([f"{key}/all"]) else self.failure()
+        return ""  # the first machine is gone: it does not leave before all have ended, or failed
+
+    def _until(self, true: Callable[[], bool], timeout: timedelta) -> bool:
+        """Whether something became true in time.
+
+        torch's own wait would hold up signals for as long as it lasts, such as Ctrl-C.
+        """
+        until = time.monotonic() + timeout.total_seconds()
+        while not true():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK)
+        return True
 
     # -- stores -------------------------------------------------------------------------------
 
@@ -167,20 +193,16 @@ class Meeting(RendezvousHandler):
         )
 
     def _join(self) -> Store:
-        """Reach the first machine's store; it may come later, but answers at once when it has."""
-        if _somebody_listens(self.address, self.port):
-            return self._join_in_time()
-        return self._reach()
+        """Reach the first machine's store; it may come later, but answers at once when it has.
 
-    def _join_in_time(self) -> Store:
-        """The same where somebody listens already, who may be anybody.
-
-        torch waits without end for the first answer; hence a thread, which is left behind.
+        torch waits without end for the first answer, which may have to come from anybody who
+        listens there, and holds up signals meanwhile; hence a thread, which is left behind.
         """
+        limit = _ANSWER.total_seconds() if _somebody_listens(self.address, self.port) else None
         answer: Future[Store] = Future()
         Thread(target=lambda: _put(answer, self._reach), daemon=True).start()
         try:
-            return answer.result(_ANSWER.total_seconds())
+            return answer.result(limit)
         except FutureTimeoutError:  # until Python 3.11 not the builtin
             raise PortTakenError(
                 f"{self.address}:{self.port} belongs to another program, no launcher of this run",
@@ -206,6 +228,7 @@ class Meeting(RendezvousHandler):
         if self.hosts:
             _, port = self._host(0)
             self._store.set(key, str(port))
+        self._until(lambda: self._store.check([key]), self.timeout)
         return int(self._store.get(key))
 
     # -- several machines ---------------------------------------------------------------------
@@ -217,16 +240,14 @@ class Meeting(RendezvousHandler):
         done = f"paceline/round/{self._round}/all"
         if here == self.nodes:
             self._store.set(done, "")
-        try:
-            self._store.wait([done], self.timeout)
-        except (DistError, RuntimeError):
+        if not self._until(lambda: self._store.check([done]), self.timeout):
             came = self._store.add(f"paceline/round/{self._round}", 0)
             raise LaunchCountError(
                 f"{came} of {self.nodes} machines came within {self.timeout.total_seconds():g} s",
                 "Start paceline on every machine, with the same --nnodes and endpoint.",
                 self.nodes,
                 came,
-            ) from None
+            )
 
     def _agree_on_nodes(self) -> None:
         others = int(self._store.compare_set("paceline/nodes", "", str(self.nodes)) or self.nodes)

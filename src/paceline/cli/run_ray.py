@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -24,20 +25,25 @@ from .run_lines import Lines
 from .run_plan import Asked, parse_nodes
 from .run_ray_actor import News, RankProcess, Seat
 from .run_screen import Bar, Screen
-from .run_verdict import Ending, Report, judge
+from .run_signals import signals_noted
+from .run_verdict import Ending, Report, judge, signal_name
 
 _NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
 _PLACED_WITHIN = 60.0
+_TURN = 0.2  # seconds after which signals are looked at
 
 
-def launch_on_ray(address: str, asked: Asked, script: Script, show: Collection[int]) -> int:
+def launch_on_ray(
+    address: str, asked: Asked, script: Script, grace: float, show: Collection[int]
+) -> int:
     """Start the ranks on the cluster at ``address`` and wait for their end."""
     ray = _connect(address)
     try:
         size, resource = _choose_size(asked, ray.cluster_resources())
         actors = _place(ray, size, resource)
         _start(ray, actors, script)
-        return _Run(ray, actors, show).until_the_end()
+        with signals_noted() as signals:  # Ray has set its own, which end this process at once
+            return _Run(ray, actors, show, grace, signals).until_the_end()
     finally:
         ray.shutdown()
 
@@ -154,6 +160,10 @@ class _Run:
     ray: Any
     actors: Sequence[Any]
     show: Collection[int]
+    grace: float = 30.0  # seconds that ranks have to end
+    signals: list[int] = field(default_factory=list)  # that this process was sent, to be taken up
+    stopped_by: int = 0  # the first of them
+    ending: bool = False  # the ranks have been told to end
     endings: dict[int, Ending] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
 
@@ -165,24 +175,33 @@ class _Run:
     def until_the_end(self) -> int:
         """Show what the ranks write until all have ended, and tell how that was."""
         waiting = {actor.news.remote(): rank for rank, actor in enumerate(self.actors)}
-        deadline = float("inf")
-        try:
-            while waiting:
-                ready, _ = self.ray.wait(list(waiting), timeout=1.0)
-                for reference in ready:
-                    rank = waiting.pop(reference)
-                    if self._take(rank, reference):
-                        waiting[self.actors[rank].news.remote()] = rank
-                if self._failed():
-                    deadline = min(deadline, time.monotonic() + _NOTICE)
-                if time.monotonic() > deadline:
-                    self._stop(signal.SIGTERM)
-                    deadline = float("inf")
-        except KeyboardInterrupt:
-            self._stop(signal.SIGINT)
-            say.complain("stopped by SIGINT; all ranks have ended")
-            return 128 + signal.SIGINT
+        end_at = math.inf
+        while waiting:
+            ready, _ = self.ray.wait(list(waiting), timeout=_TURN)
+            for reference in ready:
+                rank = waiting.pop(reference)
+                if self._take(rank, reference):
+                    waiting[self.actors[rank].news.remote()] = rank
+            while self.signals:
+                self._obey(self.signals.pop(0))
+            if self._failed() and not self.ending:
+                end_at = min(end_at, time.monotonic() + _NOTICE)
+            if time.monotonic() > end_at and not self.ending:
+                self._stop(signal.SIGTERM, self.grace)
+        if self.stopped_by:
+            say.complain(f"stopped by {signal_name(self.stopped_by)}; all ranks have ended")
+            return 128 + self.stopped_by
         return tell(judge(self.endings, self.reports, len(self.actors)), len(self.actors))
+
+    def _obey(self, number: int) -> None:
+        """Hand a signal on to the ranks; another one while they end makes them end at once."""
+        if self.stopped_by:
+            say.note("ending all ranks at once")
+            return self._stop(signal.SIGKILL, 0.0)
+        self.stopped_by = number
+        if number == signal.SIGINT:
+            say.note(f"the ranks have {self.grace:g} s to end; Ctrl-C again ends them at once")
+        return self._stop(number, self.grace)
 
     def _take(self, rank: int, reference: Any) -> bool:
         """Take in a rank's news; False when they were the last."""
@@ -190,7 +209,7 @@ class _Run:
             news: News = self.ray.get(reference)
         except self.ray.exceptions.RayError:  # its machine or its actor is gone
             news = News(code=-signal.SIGKILL)
-        now = time.time()
+        now = time.monotonic()
         for number, data in ((1, news.out), (2, news.err)):
             lines = self.lines[rank, number]
             pieces = [*lines.feed(data, now), *(lines.rest() if news.code is not None else ())]
@@ -201,12 +220,15 @@ class _Run:
         if news.code is not None:
             self.endings[rank] = Ending(news.code, now, news.stopped)
         if news.report is not None:
-            self.reports[rank] = Report(**news.report)
+            self.reports[rank] = Report(**news.report | {"when": now + news.report["when"]})
         return news.code is None
 
     def _failed(self) -> bool:
         return any(end.code and not end.stopped for end in self.endings.values())
 
-    def _stop(self, number: signal.Signals) -> None:
-        left = [actor for rank, actor in enumerate(self.actors) if rank not in self.endings]
-        self.ray.wait([actor.stop.remote(int(number)) for actor in left], timeout=15.0)
+    def _stop(self, number: int, grace: float) -> None:
+        """Have all ranks that are left end; their actors do so between two pieces of news."""
+        self.ending = True
+        for rank, actor in enumerate(self.actors):
+            if rank not in self.endings:
+                actor.stop.remote(int(number), grace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _PATIENCE = 0.5  # seconds to wait for news before saying that there are none
-_GRACE = 10.0  # seconds between asking a rank to end and making it
 _CHUNK = 1 << 16
 
 
@@ -50,6 +51,7 @@ class RankProcess:
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
+        self._kill_at = math.inf  # on this machine's monotonic clock
 
     def seat(self) -> Seat:
         """Say where this actor has been placed."""
@@ -83,6 +85,8 @@ class RankProcess:
     def news(self) -> News:
         """Wait a little for output or the end, and say what came."""
         assert self._process is not None
+        if time.monotonic() >= self._kill_at:
+            self._send(signal.SIGKILL)
         found = {1: b"", 2: b""}
         ready = self._selector.select(_PATIENCE)
         for key, _ in ready:
@@ -90,28 +94,43 @@ class RankProcess:
             found[key.data] += data
             if not data:
                 self._selector.unregister(key.fileobj)
-        # What a rank has left running may hold its pipes for long, and has nothing to say.
-        over = not self._selector.get_map() or (not ready and self._process.poll() is not None)
-        code = self._process.wait() if over else None
-        report = None if code is None else self._read_report()
+        # A rank may close its output and go on. What it has left running may hold its pipes for
+        # long, and has nothing to say.
+        code = None if ready else self._process.poll()
+        report = None if code is None else self._end()
         return News(found[1], found[2], code, report, self._stopped and report is None)
 
-    def stop(self, number: int) -> None:
-        """Send the rank and what it started a signal, and kill what is left after a while."""
+    def stop(self, number: int, grace: float) -> None:
+        """Send the rank and what it started a signal; after ``grace`` seconds :meth:`news` kills.
+
+        Returns at once: what the rank writes while it saves has to be read, or it would block.
+        """
         assert self._process is not None
-        self._stopped = self._process.poll() is None
+        self._stopped = self._stopped or self._process.poll() is None
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
         self._send(number)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
-        self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
+    def _end(self) -> dict[str, Any] | None:
+        """Leave nothing of a rank that has ended; returns its report."""
+        assert self._process is not None
+        if self._stopped:
+            self._send(signal.SIGKILL)  # what it has started
+        self._selector.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return self._read_report()
+
     def _read_report(self) -> dict[str, Any] | None:
-        """What the rank wrote down about its failure; its folder is then no longer needed."""
-        texts = [path.read_text() for path in self._notes.glob("rank-*.json")]
+        """What the rank wrote down about its failure; its folder is then no longer needed.
+
+        ``when`` becomes seconds from now, since no other machine has this one's clock.
+        """
+        notes = [json.loads(path.read_text()) for path in self._notes.glob("rank-*.json")]
         shutil.rmtree(self._notes, ignore_errors=True)
-        return json.loads(texts[0]) if texts else None
+        return notes[0] | {"when": notes[0]["when"] - time.monotonic()} if notes else None

@@ -211,7 +211,7 @@ def _report(kind: str, message: str, text: str, place: str, consequence: bool) -
         return
     note = {
         "rank": int(os.environ["RANK"]),
-        "when": time.time(),
+        "when": time.monotonic(),
         "kind": kind,
         "message": message,
         "traceback": text,

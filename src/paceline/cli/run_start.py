@@ -10,31 +10,32 @@ from pathlib import Path
 
 from ..errors import LaunchError
 from . import say
-from .run_launch import Script, become, launch
+from .run_launch import Conduct, Script, become, launch
 from .run_machine import ThisMachine
 from .run_plan import Asked, Become, make_plan
 from .run_record import check_record
 
 ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
+_LONGEST_GRACE = 86_400.0  # seconds; a day
 
 
-def start(asked: Asked, script: Script, max_restarts: int, show: str, ray: str | None) -> int:
+def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | None) -> int:
     """Start what was asked for and return its exit code; nothing is started that cannot work."""
     check_target(script)
-    check_numbers(script, max_restarts)
+    check_numbers(script, conduct)
     check_backend(script.backend)
     check_record(script.record)
     shown = parse_ranks(show)
     if ray is not None:
         from .run_ray import launch_on_ray
 
-        return launch_on_ray(ray, asked, script, shown)
+        return launch_on_ray(ray, asked, script, conduct.grace, shown)
     plan = make_plan(asked, os.environ, ThisMachine())
     if isinstance(plan, Become):
         become(plan, script)
     if plan.why and plan.node_rank in (None, 0):
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
-    return launch(plan, script, max_restarts, shown)
+    return launch(plan, script, conduct, shown)
 
 
 def check_target(script: Script) -> None:
@@ -65,12 +66,16 @@ def _check_module(name: str) -> None:
         raise LaunchError(f"there is no module {top}", "Install it, or start where it lies.")
 
 
-def check_numbers(script: Script, max_restarts: int) -> None:
+def check_numbers(script: Script, conduct: Conduct) -> None:
     """Refuse counts that cannot be."""
     if script.threads is not None and script.threads < 1:
         raise LaunchError(f"--threads is {script.threads}", "Each rank needs 1 at least.")
-    if max_restarts < 0:
-        raise LaunchError(f"--max-restarts is {max_restarts}", "Give 0 or more.")
+    if conduct.max_restarts < 0:
+        raise LaunchError(f"--max-restarts is {conduct.max_restarts}", "Give 0 or more.")
+    if not 0 <= conduct.grace <= _LONGEST_GRACE:  # nan is neither
+        raise LaunchError(
+            f"--grace is {conduct.grace:g}", f"Give seconds, from 0 to {_LONGEST_GRACE:g}."
+        )
 
 
 def check_backend(name: str) -> None:

@@ -16,7 +16,7 @@ class Report(msgspec.Struct, frozen=True):
     """How a script failed, as its rank wrote it down (``run_script.py``)."""
 
     rank: int
-    when: float
+    when: float  # on the machine's monotonic clock, as Ending.when
     kind: str
     message: str
     traceback: str
@@ -29,7 +29,7 @@ class Ending:
     """How a rank's process ended, as its launcher saw it."""
 
     code: int  # negative: killed by that signal
-    when: float
+    when: float  # on the machine's monotonic clock: others are set, or jump
     stopped: bool = False  # by us, because another rank had failed
 
 

@@ -1,0 +1,37 @@
+"""Signals that end a launcher, and those that it must not take: nohup ignores SIGHUP for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+Handler = Callable[[int, FrameType | None], object]
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those that this process was not started to ignore, as nohup and a shell's ``&`` have it."""
+    return tuple(s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN)
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Give all signals that are heeded to ``handler`` meanwhile."""
+    before = {number: signal.getsignal(number) for number in heeded()}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def signals_noted() -> Iterator[list[int]]:
+    """Collect the signals that this process is sent instead of ending; the oldest is first."""
+    noted: list[int] = []
+    with handling(lambda number, frame: noted.append(number)):
+        yield noted
