@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation as TorchLocation
 
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, new_group
 from paceline.ddp import _BufferCommHookLocation
-from paceline.errors import ModuleTypeError
+from paceline.errors import MismatchError, ModuleTypeError
 from paceline.groups import Group
-from paceline.testing import run_ranks
-from tests.ddp.ranks import batch, watch
+from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.ddp.ranks import batch, seeded, watch
+from tests.marks import needs_shm
+
+BUFFERS = "the wrapper's broadcast of buffers before a forward"
 
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
 
@@ -345,3 +353,94 @@ def test_all_buffers_may_be_ignored() -> None:
 
     means = run_ranks(2, one_rank)
     assert means[0] != means[1]
+
+
+# Forwards without gradients, of which ranks may have unequal numbers.
+
+
+def _validate(ddp: Any, rank: int, batches: int, train: bool) -> None:
+    ddp.train(train)
+    with torch.no_grad():
+        for step in range(batches):
+            ddp(batch(rank, 50 + step))
+    ddp.train()
+
+
+def _train_and_validate(meeting: Meeting, backend: str, train: bool) -> list[list[float]]:
+    """Steps with a validation between them of 0 to 3 batches, and what rank 0's norm saw last."""
+    rank = meeting.rank
+    with new_group(backend, timeout=timedelta(seconds=10)) as group:
+        ddp = wrapped(group, seeded(norm))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().sum().backward()
+            optimizer.step()
+            if step in (1, 3):
+                _validate(ddp, rank, (3, 1, 0)[rank] if step == 1 else (0, 2, 1)[rank], train)
+        ddp._sync_buffers()
+        return [value.flatten().tolist() for value in ddp.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
+def test_ranks_may_validate_on_unequal_numbers_of_batches(backend: str, train: bool) -> None:
+    first, *others = spawn_ranks(3, _train_and_validate, backend, train, deadline=30)
+    assert others == [first, first]
+    # Of rank 0: 6 steps, and in train mode the 3 batches of its validation.
+    assert first[-1] == [9 if train else 6]
+
+
+FORWARDS = ("train", "no_grad", "no_sync", "no_grad in no_sync", "eval", "no backward")
+
+
+def _will_sync(make: Any, group: Group, forwards: list[str]) -> list[bool]:
+    ddp = make(Counted(), process_group=group)
+    found = []
+    for kind in forwards:
+        ddp.train(kind != "eval")
+        inside = ddp.no_sync() if "no_sync" in kind else contextlib.nullcontext()
+        with inside, torch.set_grad_enabled("no_grad" not in kind):
+            found.append(ddp.will_sync_module_buffers())
+            loss = ddp(torch.ones(1))
+            if loss.requires_grad and kind != "no backward":
+                loss.backward()
+    return found
+
+
+@given(forwards=st.lists(st.sampled_from(FORWARDS), max_size=12))
+@settings(deadline=None, max_examples=40)
+def test_buffers_are_sent_before_the_forwards_before_which_torch_sends_them(
+    forwards: list[str],
+) -> None:
+    def one_rank(group: Group) -> tuple[list[bool], list[bool]]:
+        ours = _will_sync(DistributedDataParallel, group, forwards)
+        return ours, _will_sync(TorchDDP, group, forwards)
+
+    ((ours, theirs),) = run_ranks(1, one_rank)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "threads"])
+def test_a_mismatch_names_the_broadcast_of_buffers_as_the_wrappers_own(backend: str) -> None:
+    ranks = run_ranks(2, _forward_on_one_rank) if backend == "threads" else None
+    for text in ranks or spawn_ranks(2, _forward_in_process, backend, deadline=20):
+        assert "rank 0 called broadcast(" in text
+        assert "(the wrapper's broadcast of buffers before a forward) at " in text
+        assert "call the module inside the wrapper (ddp.module)" in text
+
+
+def _forward_on_one_rank(group: Group) -> str:
+    ddp = wrapped(group)
+    with pytest.raises(MismatchError) as caught:
+        if group.rank() == 0:
+            ddp(torch.ones(1))
+        else:
+            group.all_reduce(torch.ones(3))
+    assert (caught.value.purpose_a, caught.value.purpose_b) == (BUFFERS, "")
+    return str(caught.value)
+
+
+def _forward_in_process(_meeting: Meeting, backend: str) -> str:
+    with new_group(backend, timeout=timedelta(seconds=10)) as group:
+        return _forward_on_one_rank(group)

@@ -30,6 +30,7 @@ from ..errors import (
 )
 from ..groups import Group
 from ..policies import Reduction
+from ..recorder import events
 from .buffers import Buffers
 from .logging_data import Times
 from .models import broadcast, describe, verify
@@ -37,6 +38,12 @@ from .structure import tensors_in
 from .sync_batchnorm import adopt, own_group
 
 log = logging.getLogger(__name__)
+
+# What the wrapper sends by itself, as errors and the recorder call it.
+COMPARISON = "the wrapper's comparison of the ranks' models"
+MODEL = "the wrapper's broadcast of the model"
+BUFFERS = "the wrapper's broadcast of buffers before a forward"
+BUFFERS_IN_JOIN = "the wrapper's broadcast of buffers after a pass inside Join"
 
 
 class Weighing:
@@ -101,14 +108,16 @@ class Replica:
 
     def verify(self) -> None:
         """Raise on every rank unless all have the same parameters in the same order."""
-        verify(self.group, describe(self._all), self.group.device)
+        with events.calls_for(self.group.board, COMPARISON):
+            verify(self.group, describe(self._all), self.group.device)
 
     def broadcast(self, root: int, *, buffers: bool = True) -> None:
         """Give every rank the root's parameters and buffers."""
         tensors = [local(p.detach()) for p in self._all.values()]
         if buffers:
             tensors += self.buffers.named().values()
-        broadcast(self.group, tensors, root, self.chunk_bytes)
+        with events.calls_for(self.group.board, MODEL):
+            broadcast(self.group, tensors, root, self.chunk_bytes)
 
     def _new_reducer(self, policy: Reduction) -> Reducer:
         self._trained = {n: p for n, p in self._all.items() if p.requires_grad}
@@ -172,7 +181,7 @@ class Replica:
         if self.buffers.futures and self.reducer.alone:  # no pass will end with them
             self.buffers.settle()
         if not torch.is_grad_enabled():
-            self.buffer_sync = self.buffer_sync and self.backward_sync
+            self.buffer_sync = False  # ranks may have unequal numbers of batches to look at
             return
         self.buffer_sync = self.backward_sync
         self.reducer.diary.forward_ends()
@@ -232,9 +241,10 @@ class Replica:
         wanted = self.buffer_sync and self.forward_buffers and bool(self.buffers)
         return wanted and not self.in_join()
 
-    def sync_buffers(self, root: int = 0) -> None:
+    def sync_buffers(self, root: int = 0, purpose: str = BUFFERS) -> None:
         """Make the buffers alike now."""
-        self.buffers.sync(self.group, root)
+        with events.calls_for(self.group.board, purpose):
+            self.buffers.sync(self.group, root)
 
     def _after_failure(self) -> None:
         """The engine calls no further callback of this backward pass: end what depends on one."""
@@ -248,7 +258,7 @@ class Replica:
             active = told.stepping_ranks()
             if active:  # a rank that has run out has old ones; every rank knows who has not
                 self.authoritative_rank = max(active)
-                self.sync_buffers(self.authoritative_rank)
+                self.sync_buffers(self.authoritative_rank, BUFFERS_IN_JOIN)
         self.buffers.settle()
 
     # -- which passes are averaged ------------------------------------------------------------

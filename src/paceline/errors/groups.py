@@ -119,6 +119,12 @@ class CollectiveTypeError(CollectiveArgumentError, TypeError):
     """An argument of a collective has a type it cannot have; nothing was sent."""
 
 
+_OWN_CALLS = (
+    " A wrapped model makes calls of its own in its forward and backward passes: run these equally "
+    "often on every rank, and call the module inside the wrapper (ddp.module) where ranks differ."
+)
+
+
 @dataclass(eq=False)
 class MismatchError(PacelineError, RuntimeError):
     """Two ranks called different operations, or the same one with different sizes or types.
@@ -135,15 +141,20 @@ class MismatchError(PacelineError, RuntimeError):
     line_a: str = ""  # of the user's code, where the recorder knows it
     line_b: str = ""
     verdict: str = ""  # what the recorder makes of it
+    purpose_a: str = ""  # of a call that was not the user's own: what the library made it for
+    purpose_b: str = ""
 
     def __str__(self) -> str:
         at_a = f" at {self.line_a}" if self.line_a else ""
         at_b = f" at {self.line_b}" if self.line_b else ""
+        for_a = f" ({self.purpose_a})" if self.purpose_a else ""
+        for_b = f" ({self.purpose_b})" if self.purpose_b else ""
         return (
             f"rank {self.rank}: operation {self.sequence} of the group differs between ranks: "
-            f"rank {self.rank_a} called {self.call_a}{at_a}, "
-            f"rank {self.rank_b} called {self.call_b}{at_b}. "
+            f"rank {self.rank_a} called {self.call_a}{for_a}{at_a}, "
+            f"rank {self.rank_b} called {self.call_b}{for_b}{at_b}. "
             "Every rank must make the same calls in the same order with matching sizes and dtypes."
+            f"{_OWN_CALLS if self.purpose_a or self.purpose_b else ''}"
             f"{' ' + self.verdict if self.verdict else ''}"
         )
 

@@ -39,6 +39,7 @@ class Told(msgspec.Struct, frozen=True):
     names: list[str] = []
     more: int = 0  # parameters that are not named
     error: str = ""  # that it ended with
+    purpose: str = ""  # of a call that the library made by itself
 
 
 class Went(msgspec.Struct, frozen=True):
@@ -123,6 +124,7 @@ def told(entry: events.Entry) -> Told:
         names=names[:NAMES],
         more=max(0, len(names) - NAMES),
         error=entry.error,
+        purpose=entry.purpose,
     )
 
 

@@ -10,6 +10,7 @@ All times here are of ``time.perf_counter_ns``; :func:`epoch_ns` turns them into
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -18,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -58,6 +59,7 @@ class Entry:
     lasti: int
     track: Track | None  # of the model whose reducer made it
     bucket: int  # -1 when it is not the reducer's
+    purpose: str  # of a call that the library makes by itself; empty: the user's own
     began: int
     finished: int  # 0 while it runs, or when nobody waited for it
     error: str
@@ -186,6 +188,7 @@ class Board:
         self.steps = 0  # of all of them
         self.latest: Entry | None = None
         self.by: tuple[Track, int] | None = None  # the bucket whose call comes next
+        self.purpose = ""  # what the calls that come are for, unless they are the user's own
         self.closed = ""  # the line that ended the group
         self.label = ""
 
@@ -221,6 +224,7 @@ class Board:
             entry.track, entry.bucket = track, _ = self.by
             entry.code, entry.lasti = track.code, track.lasti
         entry.finished, entry.error, entry.work = 0, "", None
+        entry.purpose = self.purpose
         self.latest = entry
         calls.append(entry)
         if self.tell is not None:
@@ -255,6 +259,19 @@ def open_board(
     for told in on_board:
         told(board)
     return board
+
+
+@contextlib.contextmanager
+def calls_for(board: Board | None, purpose: str) -> Iterator[None]:
+    """Say of the calls made inside that the library makes them, and what for."""
+    if board is None:
+        yield
+        return
+    before, board.purpose = board.purpose, purpose
+    try:
+        yield
+    finally:
+        board.purpose = before
 
 
 def _forget_old() -> None:

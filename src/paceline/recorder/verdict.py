@@ -276,7 +276,8 @@ def words(call: Told) -> str:
     how = f" {call.reduction.upper()}" if call.reduction else ""
     if call.operation in ("broadcast", "reduce", "gather", "scatter"):
         how += f" root {call.root}"
-    return f"{call.operation}{how}{of}"
+    said = f"{call.operation}{how}{of}"
+    return f"{call.purpose} ({said})" if call.purpose else said
 
 
 def place(line: str) -> str:

@@ -230,9 +230,9 @@ class Watch:
     def _add_lines(self, entry: events.Entry, error: MismatchError) -> None:
         said = self.peers.hear(entry.board, (error.rank_a, error.rank_b))
         said[entry.board.rank] = account_of(entry.board)
-        error.line_a = _line(said.get(error.rank_a), entry.sequence)
-        error.line_b = _line(said.get(error.rank_b), entry.sequence)
         one, other = said.get(error.rank_a), said.get(error.rank_b)
+        error.line_a, error.purpose_a = _known(one, entry.sequence)
+        error.line_b, error.purpose_b = _known(other, entry.sequence)
         if isinstance(one, Account) and isinstance(other, Account):
             skipped = skip_between(one, other, "")
             error.verdict = "" if skipped is None else skipped[2].strip()
@@ -258,9 +258,10 @@ def _runs(entry: events.Entry) -> bool:
         return False
 
 
-def _line(said: object, sequence: int) -> str:
+def _known(said: object, sequence: int) -> tuple[str, str]:
+    """The line that made a call, and what the library made it for."""
     call = said.call(sequence) if isinstance(said, Account) else None
-    return "" if call is None else place(call.line)
+    return ("", "") if call is None else (place(call.line), call.purpose)
 
 
 watch = Watch()
