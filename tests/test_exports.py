@@ -127,9 +127,11 @@ EXPORTS = {
         "capabilities",
         "current_process_group",
         "group_or_default",
+        "group_to_call",
         "new_group",
         "process_group",
         "register_backend",
+        "store_of",
     ],
     "paceline.optim": [
         "DiLoCo",

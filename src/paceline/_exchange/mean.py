@@ -1,4 +1,4 @@
-"""The mean of one flat tensor over any group, ours or torch's: now, or as a future."""
+"""The mean of one flat tensor over any group (ours, torch's or others'): now, or as a future."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
-from ..groups import Group
+from ..groups import Group, group_to_call
 
 
 def mean_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
@@ -28,6 +28,7 @@ def sum_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
 
 def gather_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
     """Every rank's ``tensor``, in rows of one; returns at once."""
+    group = group_to_call(group, tensor.device)
     rows = tensor.new_empty(group.size(), tensor.numel())
     if isinstance(group, Group):
         work: Any = group.all_gather_single(rows.view(-1), tensor.view(-1), async_op=True)
@@ -62,12 +63,14 @@ def one_tensor(value: Any) -> Tensor:
 
 def _start(group: ProcessGroup, tensor: Tensor) -> Any:
     """Elsewhere it is divided beforehand: a sum may not fit 16 bits."""
+    group = group_to_call(group, tensor.device)
     if isinstance(group, Group) and group.capabilities.averages:
         return _add(group, tensor, ReduceOp.AVG)
     return _add(group, tensor.div_(group.size()), ReduceOp.SUM)
 
 
 def _add(group: ProcessGroup, tensor: Tensor, op: Any) -> Any:
+    group = group_to_call(group, tensor.device)
     if isinstance(group, Group):
         return group.all_reduce(tensor, op, async_op=True)
     return dist.all_reduce(tensor, op, group=group, async_op=True)

@@ -9,12 +9,13 @@ from .factory import (
     capabilities,
     current_process_group,
     group_or_default,
+    group_to_call,
     new_group,
     process_group,
     register_backend,
 )
 from .group import Group
-from .torch_world import offer_to_init_process_group
+from .torch_world import offer_to_init_process_group, store_of
 from .traffic import Traffic
 from .work import FINISHED, Work
 
@@ -36,7 +37,9 @@ __all__ = [
     "capabilities",
     "current_process_group",
     "group_or_default",
+    "group_to_call",
     "new_group",
     "process_group",
     "register_backend",
+    "store_of",
 ]

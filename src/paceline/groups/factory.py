@@ -360,6 +360,14 @@ def group_or_default(process_group: ProcessGroup | None) -> ProcessGroup:
     return process_group or current_process_group() or _get_default_group()
 
 
+def group_to_call(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """``group`` where every method of torch's can be called on it; else our interface around it.
+
+    A group that somebody wrote in Python has few of them, and its works may lack a future.
+    """
+    return group if type(group) is ProcessGroup else Group.wrap(group, device)
+
+
 @contextmanager
 def process_group(pg: ProcessGroup) -> Generator[None, None, None]:
     """Make ``pg`` the current thread's group inside the ``with``; nests."""

@@ -12,7 +12,6 @@ has what a group is: who is in it, where it ends, and which other groups come ou
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
@@ -35,6 +34,7 @@ from . import objects, torch_world
 from .checks import Checker
 from .collectives import Collectives, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
+from .foreign_backend import ForeignEngine
 from .torch_backend import TorchEngine
 from .work import Together
 
@@ -80,7 +80,7 @@ class Group(Collectives):
             shared=wrapped is not None,
             members=self._members,
             backend=self.backend,
-            store=lambda: _store_of(held()),
+            store=lambda: torch_world.store_of(held()),
             traffic=self.traffic,
             agrees=self.capabilities.checks_agreement,
         )
@@ -352,14 +352,10 @@ class Group(Collectives):
         if isinstance(inner, Group):
             return inner
         device = torch.device(device)
-        name, timeout = inner.name(), timedelta(minutes=30)
-        with contextlib.suppress(
-            RuntimeError, AttributeError
-        ):  # a group written in Python has none
-            backend = inner._get_backend(device)
-            name, timeout = backend.name(), backend.options._timeout
+        name, timeout = torch_world.facts_of(inner, device)
+        kind = TorchEngine if type(inner) is ProcessGroup else ForeignEngine
         return cls(
-            TorchEngine(inner, name, device),
+            kind(inner, name, device),
             inner.rank(),
             inner.size(),
             timeout=timeout,
@@ -487,14 +483,6 @@ def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     if ranks and not isinstance(ranks[0], int):
         return [list(part) for part in ranks]  # type: ignore[arg-type]
     return [list(ranks)]  # type: ignore[arg-type]
-
-
-def _store_of(group: ProcessGroup | None) -> Store | None:
-    """Where the ranks of a group met, if it lives and says so."""
-    try:
-        return None if group is None else group.get_group_store()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""torch's own engines, gloo and NCCL, under our interface, and any torch group besides.
+"""torch's own engines, gloo and NCCL, under our interface, and others that are registered there.
 
 Where an engine lacks a form that others have, it is put together here from those it has: gathers of
 unequal sizes from broadcasts, a scaled sum from a scaling and a sum.
@@ -73,13 +73,12 @@ class TorchEngine:
 
     def __init__(self, inner: ProcessGroup, backend: str, device: torch.device) -> None:
         self.inner = inner
-        self._is_torchs = type(inner) is ProcessGroup
         self.watcher = Watcher(f"paceline-{backend}-futures")
-        pair = self._is_torchs and backend == "gloo" and inner.size() == 2
+        pair = backend == "gloo" and inner.size() == 2
         self._pair = Pair(inner, self.watcher) if pair else None
         # gloo's destructor joins threads that may want the GIL, and only torch's own wrappers let
         # go of it first: they must be the last to hold the engine, and attributes go in order.
-        self._last = [inner._get_backend(d) for d in _devices_of(inner)]
+        self._last = [inner._get_backend(d) for d in inner._device_types]
         self.device = device
         devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
         if backend == "gloo" and torch.cuda.is_available():
@@ -99,7 +98,7 @@ class TorchEngine:
 
         gloo is not lent: C++ that holds a group could then be the last to hold the engine.
         """
-        if type(self.inner) is not ProcessGroup or self.capabilities.backend != "nccl":
+        if self.capabilities.backend != "nccl":
             return
         for device in self.inner._device_types:
             backend = self.inner._get_backend(device)
@@ -147,8 +146,7 @@ class TorchEngine:
         options = c10d.AllreduceOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
-        work = self.inner.allreduce(list(map(_real, call.outputs)), options)
-        return work if self._is_torchs else _Foreign(work, call.outputs, self.watcher)
+        return self.inner.allreduce(list(map(_real, call.outputs)), options)
 
     def _adds(self, call: Call) -> bool:
         """Whether gloo's part could be a sum of ours."""
@@ -251,7 +249,7 @@ class TorchEngine:
         return self._then(work, call.outputs)
 
     def _reduce_scatter_single(self, call: Call) -> TorchWork:
-        if self._adds(call) and self._is_torchs:
+        if self._adds(call):
             return self._send_and_add(call)
         options = c10d.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
@@ -363,19 +361,6 @@ class TorchEngine:
     def shutdown(self) -> None:
         self.inner.shutdown()
         self.watcher.close()
-
-
-class _Foreign(Wrapped):
-    """The work of a group written in Python, which may do its part in its future only."""
-
-    def _block(self, seconds: float | None) -> bool:
-        self._inner.get_future().wait()
-        return super()._block(seconds)
-
-
-def _devices_of(inner: ProcessGroup) -> list[torch.device]:
-    """Devices it has engines for; a group written in Python does its work itself."""
-    return list(inner._device_types) if type(inner) is ProcessGroup else []
 
 
 def _real(tensor: Tensor) -> Tensor:

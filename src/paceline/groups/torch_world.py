@@ -6,9 +6,12 @@ Holds for torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
@@ -56,6 +59,28 @@ def members_of(group: dist.ProcessGroup) -> list[int] | None:
     """The ranks of a torch group as the whole job counts them, if torch knows the group."""
     ranks = c10d._world.pg_group_ranks.get(group)
     return None if ranks is None else list(ranks)
+
+
+def facts_of(group: dist.ProcessGroup, device: torch.device) -> tuple[str, timedelta]:
+    """The name and the timeout of the engine that ``group`` has for ``device``.
+
+    A group that somebody wrote in Python may have no engine, and no name but that of its class.
+    """
+    timeout = timedelta(minutes=30)
+    with contextlib.suppress(Exception):
+        backend = group._get_backend(device)
+        return backend.name(), getattr(backend.options, "_timeout", timeout)
+    with contextlib.suppress(Exception):
+        if (name := group.name()) != "undefined":
+            return name, timeout
+    return type(group).__name__, timeout
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
+    """Where the ranks of a group met, if it lives and says so."""
+    with contextlib.suppress(Exception):  # one that was written in Python may raise anything
+        return None if group is None else group.get_group_store()
+    return None
 
 
 def unregister(group: Group) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -30,6 +31,14 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     return timeout if timeout is not None and timeout > 0 else None
+
+
+_NO_TIMEOUT = timedelta(0)  # torch's word for it
+
+
+def wait_for(work: TorchWork, seconds: float | None) -> None:
+    """Wait for anybody's work, as torch's C++ does: with a timeout, always."""
+    work.wait(_NO_TIMEOUT if seconds is None else timedelta(seconds=seconds))
 
 
 class Work(TorchWork):
@@ -160,10 +169,7 @@ class Wrapped(Work):
         self._completer = watcher
 
     def _block(self, seconds: float | None) -> bool:
-        if seconds is None:
-            self._inner.wait()
-        else:
-            self._inner.wait(timedelta(seconds=seconds))
+        wait_for(self._inner, seconds)
         return True
 
     def _poll(self) -> bool:
@@ -185,10 +191,9 @@ class Together(Work):
         self._completer = watcher
 
     def _block(self, seconds: float | None) -> bool:
-        return all(
-            work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
-            for work in self._works
-        )
+        for work in self._works:
+            wait_for(work, seconds)
+        return True
 
     def _poll(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -217,6 +222,8 @@ class Watcher:
         with self._lock:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
+                # one that nobody closes, of a group that was dropped, ends with it
+                weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread = threading.Thread(
                     target=self._serve, args=(self._queue,), name=self._name, daemon=True
                 )

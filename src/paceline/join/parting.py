@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..errors import MismatchError
-from ..groups import Group
+from ..groups import Group, store_of
 
 _ROOM = 1021  # bytes of a note; an odd number, so that hardly any other gather is as long
 _LONGEST = 600  # bytes of its message
@@ -66,11 +66,10 @@ def parting_of(group: ProcessGroup, device: torch.device) -> Parting:
     # A group for several devices compares calls on the CPU only.
     if isinstance(group, Group) and group.capabilities.checks_agreement and device.type == "cpu":
         return ByGather(group)
-    try:
-        store = group.get_group_store()
-    except (RuntimeError, NotImplementedError):  # it was made without one
+    store = store_of(group)
+    if store is None:  # it was made without one
         return Alone()
-    return ByStore(store, group.rank(), group.size(), group.name())
+    return ByStore(store, group.rank(), group.size(), Group.wrap(group, device).backend)
 
 
 class Alone:

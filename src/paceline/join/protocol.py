@@ -44,6 +44,7 @@ from ..errors import (
     PeerLeftError,
     PeerLeftUnjoinedError,
 )
+from ..groups import group_to_call
 from .parting import Alone, Note, Parting, chain, parting_of
 
 _MANY = 1000  # steps that a rank may stand in for before it says so
@@ -354,7 +355,8 @@ def _group_of(joinable: TorchJoinable) -> ProcessGroup:
 
 
 def _all_reduce(group: ProcessGroup, tensor: torch.Tensor) -> TorchWork:
-    return group.allreduce([tensor])  # of any group, registered with torch or not
+    # of any group, registered with torch or not
+    return group_to_call(group, tensor.device).allreduce([tensor])
 
 
 def _total(group: ProcessGroup, device: torch.device, own: float) -> float:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -84,7 +83,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         self.process_group = choose_group(process_group, ddp)
         self._group = Group.wrap(self.process_group, self._default_device)
         self.rank, self.world_size = self._group.rank(), self._group.size()
-        self.global_rank = _global_rank(self.process_group)
+        self.global_rank = self._group.members[self.rank]
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._overlap_with_ddp = overlap_with_ddp
         self._optim_defaults = defaults
@@ -484,12 +483,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
 def _owned(row: Row, rank: int) -> int:
     return sum(part.length for part in row.owned[rank])
-
-
-def _global_rank(group: ProcessGroup) -> int:
-    if isinstance(group, Group):
-        return group.members[group.rank()]
-    return int(dist.get_global_rank(group, group.rank()))
 
 
 def _sharded(ddp: Any, group: Group) -> GradientShards:
