@@ -15,7 +15,9 @@ processes of its own (``mpi_all_reduce.py``).
 **Training step.** torch's DistributedDataParallel over gloo and over the shm group, next to the
 same step without any communication; blocks of five steps take turns.
 
-**Death.** How long the others wait in an all-reduce after a rank was killed.
+**Death.** How long it takes after a rank was killed until the others have their error, as a program
+sees it: in ``group.allreduce([t]).wait()`` after half a second of waiting, and in the backward pass
+of a wrapped model with eight layers, a bucket each.
 
 Every rank computes with one thread. Numbers are medians, in brackets the 10th and 90th percentile.
 """
@@ -45,7 +47,8 @@ from step import make_mlp, make_transformer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline import Group, ReduceOp
+import paceline
+from paceline import Group
 from paceline.errors import PeerDiedError
 from paceline.testing import Meeting, spawn_ranks
 
@@ -172,19 +175,32 @@ def _make_step(model_name: str, wrap: Callable[[nn.Module], nn.Module]) -> Calla
 # -- death: in the ranks ----------------------------------------------------------------------
 
 
-def outlive(meeting: Meeting) -> float:
-    """Seconds from the death of rank 0 until this rank's all-reduce raises."""
+def outlive(meeting: Meeting, way: str) -> float:
+    """Seconds from the death of rank 0 until this rank has its error."""
     with meeting.new_group("shm") as shm:
-        when = torch.tensor(time.monotonic() + 0.2, dtype=torch.float64)
+        fail = {"call": _wait_in_a_call, "model": _wait_in_a_model}[way](shm)
+        when = torch.tensor(time.monotonic() + 0.5, dtype=torch.float64)
         shm.broadcast(when)
-        if meeting.rank == 0:  # the others are in the all-reduce long before
+        if meeting.rank == 0:  # the others have come to where they wait long before
             time.sleep(when.item() - time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            shm.all_reduce(torch.ones(1024), ReduceOp.SUM)
+            fail()
         except PeerDiedError:
             return time.monotonic() - when.item()
-    raise AssertionError("an all-reduce with a dead rank came to an end")
+    raise AssertionError("what needs a dead rank came to an end")
+
+
+def _wait_in_a_call(shm: Group) -> Callable[[], object]:
+    return lambda: shm.allreduce([torch.ones(1024)]).wait()
+
+
+def _wait_in_a_model(shm: Group) -> Callable[[], object]:
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    model = paceline.DistributedDataParallel(layers, process_group=shm, bucket_cap_mb=0.2)
+    for _ in range(2):
+        model(torch.ones(2, 256)).sum().backward()
+    return lambda: model(torch.ones(2, 256)).sum().backward()
 
 
 # -- in the process that starts them ----------------------------------------------------------
@@ -248,12 +264,24 @@ def step_line(name: str, spans: Spans) -> str:
     return row(name, *times, *(f"{r:.2f}" for r in (gloo / local, shm / local, gloo / shm)))
 
 
-def measure_deaths(repeats: int) -> list[float]:
+DEATHS = {"call": "in an all-reduce", "model": "in a backward pass of eight buckets"}
+
+
+def measure_deaths(repeats: int) -> Spans:
     """Seconds until each of two survivors knew, of every repeat."""
-    found: list[float] = []
+    found: Spans = {way: [] for way in DEATHS}
     for _ in range(repeats):
-        found += spawn_ranks(3, outlive, may_die=[0])[1:]
+        for way in DEATHS:
+            found[way] += spawn_ranks(3, outlive, way, may_die=[0])[1:]
     return found
+
+
+def death_line(way: str, spans: Sequence[float]) -> str:
+    return (
+        f"A rank of three is killed while the others wait {DEATHS[way]}: they raise after "
+        f"{1e3 * statistics.median(spans):.2f} ms (median), {1e3 * max(spans):.2f} ms (longest "
+        f"of {len(spans)})."
+    )
 
 
 def why_no_mpi() -> str:
@@ -348,11 +376,8 @@ def main() -> None:
     cells = run_cells(args, log)
     steps = run_steps(args, log) if args.ddp else {}
     deaths = measure_deaths(3 if args.quick else 10)
-    log(
-        "A rank of three is killed while the others wait in an all-reduce: they raise after "
-        f"{1e3 * statistics.median(deaths):.2f} ms (median), {1e3 * max(deaths):.2f} ms (longest "
-        f"of {len(deaths)})."
-    )
+    for way, spans in deaths.items():
+        log(death_line(way, spans))
     if args.save is not None:
         everything = {
             "machine": log.lines[0],

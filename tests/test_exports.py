@@ -156,6 +156,7 @@ EXPORTS = {
         "Totals",
         "configure",
         "events",
+        "finish_explaining",
         "rank_log",
         "read_report",
         "read_run",

@@ -42,7 +42,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "elastic": frozenset({"groups", "policies"}),
         "data": frozenset({"groups", "policies"}),
         "metrics": frozenset({"groups", "policies"}),
-        "testing": frozenset({"_transport", "groups"}),
+        "testing": frozenset({"_transport", "groups", "recorder"}),
         "groups": frozenset({"_transport"}),
         "_transport": frozenset(),
         "policies": frozenset(),

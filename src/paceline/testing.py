@@ -38,6 +38,7 @@ from typing_extensions import Self
 
 from paceline.errors import PeerDiedError, PeerLeftError, RanksFailedError
 from paceline.groups import Call, Engine, Group, new_group
+from paceline.recorder import finish_explaining
 
 __all__ = ["Cue", "Meeting", "fail_on_cue", "hold_on_cue", "run_ranks", "spawn_ranks"]
 
@@ -75,6 +76,11 @@ class Meeting:
 
 _GRACE = 5.0  # seconds the others have to end, once a rank has failed
 _LONGEST = 86_400.0  # seconds; a longer deadline is a mistake, and select would overflow
+
+
+def _in_words(error: BaseException) -> str:
+    finish_explaining()
+    return "".join(traceback.format_exception(error))
 
 
 def _check_numbers(caller: str, n: int, deadline: float) -> None:
@@ -154,8 +160,8 @@ class _Thread(threading.Thread, Generic[R]):
                 engine.shutdown()
         except BaseException as error:
             if not self.failure:  # else it was found to hang, and this is what the abort did
-                self.error = error
-                self._fail("".join(traceback.format_exception(error)))
+                self.error, when = error, time.monotonic()
+                self._fail(_in_words(error), when)
             self.abort()
         self.ended.put(self)
 
@@ -168,14 +174,14 @@ class _Thread(threading.Thread, Generic[R]):
         """Settle that it hangs, and where."""
         frame = sys._current_frames().get(self.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(it has just ended)"
-        self._fail(f"{why}. Its stack:\n{stack}")
+        self._fail(f"{why}. Its stack:\n{stack}", time.monotonic())
 
     def is_echo(self) -> bool:
         """Whether it failed only because another rank had aborted the group."""
         return isinstance(self.error, PeerLeftError) and self.error.aborted
 
-    def _fail(self, why: str) -> None:
-        self.when, self.failure = time.monotonic(), why
+    def _fail(self, why: str, when: float) -> None:
+        self.when, self.failure = when, why
 
     def _open(self) -> Group:
         group = new_group("threads", store=self.store, rank=self.rank, world_size=self.size)
@@ -460,8 +466,8 @@ def _call(plan: _Plan, rank: int) -> _Report:
         result = fn(Meeting(rank, plan.size, str(Path(plan.folder, "store"))), *args)
         return _Report(time.monotonic(), result=pickle.dumps(result))
     except BaseException as error:  # SystemExit too: a rank that returns nothing has failed
-        text = "".join(traceback.format_exception(error))
-        return _Report(time.monotonic(), failure=text, error=_pickle_error(error))
+        when = time.monotonic()
+        return _Report(when, failure=_in_words(error), error=_pickle_error(error))
 
 
 def _pickle_error(error: BaseException) -> bytes:

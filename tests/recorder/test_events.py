@@ -121,6 +121,7 @@ def test_a_call_that_fails_is_recorded_with_its_error_and_both_lines() -> None:
         return caught.value
 
     for error in run_ranks(2, one_rank):
+        error.wait_for_verdict()
         assert error.line_a.endswith(f":{line_number(one_rank, '# two')}")
         assert error.line_b.endswith(f":{line_number(one_rank, '# three')}")
         assert error.line_a in str(error)

@@ -57,6 +57,7 @@ def hear_of(meeting: Meeting, backend: str, bug: str) -> str:
         try:
             train(group, store)
         except Exception as error:
+            recorder.finish_explaining()
             said.put(str(error))
         else:
             said.put("done")
@@ -152,6 +153,7 @@ def give_up(meeting: Meeting, backend: str) -> tuple[str, str]:
     try:
         group.all_reduce(torch.zeros(3), timeout=0.5)
     except RuntimeError as error:
+        recorder.finish_explaining()
         store.set("given up", "yes")
         return str(error), getattr(error, "verdict", "")
     raise AssertionError("it must not succeed")

@@ -95,18 +95,30 @@ def test_where_calls_usually_take_long_one_is_late_after_five_times_that() -> No
     assert run_ranks(2, one_rank) == [20.0, 20.0]
 
 
+def test_an_engines_error_is_left_alone_if_nobody_is_to_blame() -> None:
+    def one_rank(group: Group) -> None:
+        group.barrier()
+        own = next(e for e in events.calls if e.board is group.board)
+        innocent, other = RuntimeError("Oh"), KeyError("Oh")
+        watch.failed(own, innocent)
+        watch.failed(own, other)
+        recorder.finish_explaining()
+        assert str(innocent) == "Oh"
+        assert (innocent.args, other.args) == (("Oh",), ("Oh",))
+        group.barrier()
+
+    run_ranks(2, one_rank)
+
+
 def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> None:
     def one_rank(group: Group) -> tuple[str, str]:
         group.barrier()
         own = next(e for e in events.calls if e.board is group.board)
-        innocent, other, late = RuntimeError("Oh"), KeyError("Oh"), RuntimeError("Timed out")
-        watch.failed(own, innocent)
-        watch.failed(own, other)
-        assert (innocent.args, other.args) == (("Oh",), ("Oh",))
-        group.barrier()
+        late = RuntimeError("Timed out")
         if group.rank() == 0:
             own.sequence = 9  # as if it had called more often than the other
             watch.failed(own, late)
+            recorder.finish_explaining()
         group.barrier()
         return str(late), events.notes[-1][1]
 

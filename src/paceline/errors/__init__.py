@@ -11,16 +11,17 @@
     ├── RendezvousError            the ranks could not find each other          (RuntimeError)
     ├── CollectiveArgumentError    a bad argument, noticed before sending       (ValueError)
     │   └── CollectiveTypeError    …of a wrong type                             (TypeError)
-    ├── MismatchError              ranks called different things                (RuntimeError)
     ├── UnsupportedError           something this engine does not do            (RuntimeError)
-    ├── GroupError                 the group cannot go on                       (RuntimeError)
-    │   ├── PeerDiedError          a rank's process is gone
-    │   │   └── PeerDiedUnjoinedError  …and it had not joined
-    │   ├── PeerLeftError          a rank shut its group down, or aborted it
-    │   │   └── PeerLeftUnjoinedError  …and it had not joined
-    │   ├── CollectiveTimeoutError a rank did not come in time                  (TimeoutError)
-    │   │   └── MonitoredBarrierError  …to a monitored barrier
-    │   └── GroupClosedError       this rank shut the group down, or aborted it
+    ├── ExplainedError             one whose cause the recorder looks into
+    │   ├── MismatchError          ranks called different things                (RuntimeError)
+    │   └── GroupError             the group cannot go on                       (RuntimeError)
+    │       ├── PeerDiedError          a rank's process is gone
+    │       │   └── PeerDiedUnjoinedError  …and it had not joined
+    │       ├── PeerLeftError          a rank shut its group down, or aborted it
+    │       │   └── PeerLeftUnjoinedError  …and it had not joined
+    │       ├── CollectiveTimeoutError a rank did not come in time              (TimeoutError)
+    │       │   └── MonitoredBarrierError  …to a monitored barrier
+    │       └── GroupClosedError       this rank shut the group down, or aborted it
     ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
     ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
     ├── ModuleArgumentError        a bad argument of DistributedDataParallel    (ValueError)
@@ -74,7 +75,7 @@ In brackets the builtin that ``except`` lines of old scripts look for; some inhe
 The fields hold the facts, so that code need not read prose, and they survive pickling.
 """
 
-from .base import PacelineError
+from .base import ExplainedError, PacelineError
 from .cli import LaunchCountError, LaunchError, PortTakenError
 from .compiled import HookRefusedError, HookResultError, NotPlannedError
 from .data import SamplerStateError, ShardArgumentError, ShardMismatchError
@@ -155,6 +156,7 @@ __all__ = [
     "DamagedLogError",
     "EarlyTerminationError",
     "EngineUnavailableError",
+    "ExplainedError",
     "GraphChangedError",
     "GroupClosedError",
     "GroupError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .base import PacelineError, ranks_named
+from .base import ExplainedError, PacelineError, ranks_named
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ _OWN_CALLS = (
 
 
 @dataclass(eq=False)
-class MismatchError(PacelineError, RuntimeError):
+class MismatchError(ExplainedError, RuntimeError):
     """Two ranks called different operations, or the same one with different sizes or types.
 
     Every rank of the group raises it and nothing was reduced or received. The group stays usable.
@@ -145,6 +145,7 @@ class MismatchError(PacelineError, RuntimeError):
     purpose_b: str = ""
 
     def __str__(self) -> str:
+        told = self._is_told_here()
         at_a = f" at {self.line_a}" if self.line_a else ""
         at_b = f" at {self.line_b}" if self.line_b else ""
         for_a = f" ({self.purpose_a})" if self.purpose_a else ""
@@ -155,7 +156,7 @@ class MismatchError(PacelineError, RuntimeError):
             f"rank {self.rank_b} called {self.call_b}{for_b}{at_b}. "
             "Every rank must make the same calls in the same order with matching sizes and dtypes."
             f"{_OWN_CALLS if self.purpose_a or self.purpose_b else ''}"
-            f"{' ' + self.verdict if self.verdict else ''}"
+            f"{' ' + self.verdict if self.verdict and told else ''}"
         )
 
 
@@ -174,7 +175,7 @@ class UnsupportedError(PacelineError, NotImplementedError):
 
 
 @dataclass(eq=False)
-class GroupError(PacelineError, RuntimeError):
+class GroupError(ExplainedError, RuntimeError):
     """The group cannot go on: what it was doing on this rank, and whose fault it was."""
 
     rank: int
@@ -187,7 +188,7 @@ class GroupError(PacelineError, RuntimeError):
         return f"rank {self.rank}: {self.operation} (operation {self.sequence} of the group)"
 
     def _explained(self) -> str:
-        return f"\npaceline: {self.verdict}" if self.verdict else ""
+        return f"\npaceline: {self.verdict}" if self._is_told_here() and self.verdict else ""
 
 
 @dataclass(eq=False)

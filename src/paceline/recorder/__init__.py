@@ -13,7 +13,7 @@ from .export import MetricsServer, serve_metrics, to_tensorboard
 from .run import RankLog, read_run
 from .saving import rank_log, save, save_all
 from .totals import Summary, Totals, summary, totals
-from .watch import configure, install
+from .watch import configure, finish_explaining, install
 
 if TYPE_CHECKING:
     from .report import Report
@@ -27,6 +27,7 @@ __all__ = [
     "Totals",
     "configure",
     "events",
+    "finish_explaining",
     "rank_log",
     "read_report",
     "read_run",

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ import msgspec
 from . import channel, events
 from .account import Account, Told, account_of, told
 from .channel import Address, Listener
+from .threads import in_thread
 
 ASKED_AT_MOST = 128  # ranks that one rank asks
 LEFT_TOLD = 16  # peers that a rank tells what it is about to call, and that it leaves
 LEAVING = 0.3  # seconds to find out who they are, if that is not known by then
-READING = 0.2  # seconds until a letter that has come is read
+READING = 1.0  # seconds, at most, until letters that have come are read
+ARRIVING = 0.5  # seconds that a letter from another host may be behind the end of its writer
 KINDS = 64  # of calls that are announced, and kept
 
 
@@ -55,9 +56,6 @@ class Letter(msgspec.Struct, frozen=True):
     rank: int
     call: Told | None = None  # that it is about to make
     farewell: Account | None = None
-
-
-_asking: set[threading.Thread] = set()
 
 
 class Peers:
@@ -110,7 +108,7 @@ class Peers:
         """
         if seconds and not self.complete(board):
             with contextlib.suppress(Exception):
-                _in_thread(self.look_up, board).result(seconds)
+                in_thread(self.look_up, board).result(seconds)
         return dict(self._known.get(board.number, {}))
 
     def look_up(self, board: events.Board) -> None:
@@ -234,12 +232,15 @@ class Peers:
         addresses = self.known(board, seconds / 2)
         wanted = [r for r in ranks if r != board.rank][:ASKED_AT_MOST]
         said: dict[int, Account | Silence] = dict.fromkeys(wanted, Silence.UNKNOWN)
-        asked = {r: _in_thread(self.ask, addresses[r]) for r in wanted if r in addresses}
+        asked = {r: in_thread(self.ask, addresses[r]) for r in wanted if r in addresses}
         until = time.monotonic() + seconds
         for rank, answer in asked.items():
             said[rank] = Silence.MUTE
             with contextlib.suppress(Exception):
                 said[rank] = answer.result(max(0.0, until - time.monotonic()))
+        ended = [rank for rank, what in said.items() if what is Silence.ENDED]
+        if ended:
+            self._read_letters(board, [addresses[rank] for rank in ended], ended)
         return {rank: self._with_farewell(board, rank, what) for rank, what in said.items()}
 
     def _with_farewell(
@@ -247,7 +248,7 @@ class Peers:
     ) -> Account | Silence:
         if isinstance(said, Account):
             return said
-        if farewell := self._farewell(board, rank, patience=said is Silence.ENDED):
+        if farewell := self.farewells.get(board.number, {}).get(rank):
             return farewell
         heard = self._heard.get(board.number, {}).get(rank)
         if heard and said is Silence.ENDED:
@@ -255,14 +256,25 @@ class Peers:
             return Account(rank, 0, "", made, heard, [], ended="its process is gone", heard=True)
         return said
 
-    def _farewell(self, board: events.Board, rank: int, *, patience: bool) -> Account | None:
-        """A rank's last words; they may lie unread for a moment."""
-        until = time.monotonic() + (READING if patience else 0.0)
-        while (found := self.farewells.get(board.number, {}).get(rank)) is None:
+    def _read_letters(
+        self, board: events.Board, addresses: Iterable[Address], ranks: Iterable[int]
+    ) -> None:
+        """Wait until the last words of ranks that have ended are read.
+
+        A rank's letters are sent before its port is given back, and on one host they have come when
+        they are sent; from another host they may take a moment longer.
+        """
+        if self._listener is not None:
+            self._listener.read_all(READING)
+        if all(address.machine == machine() for address in addresses):
+            return
+        until = time.monotonic() + ARRIVING
+        while True:
             self._news.clear()
+            if self.farewells.get(board.number, {}).keys() >= set(ranks):
+                return
             if not self._news.wait(max(0.0, until - time.monotonic())):
-                break
-        return found
+                return
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -286,35 +298,6 @@ class Peers:
         if self._listener is not None:
             self._listener.drop()
         self.reset()
-
-
-def _in_thread(action: Any, *args: Any) -> Future[Any]:
-    """A daemon thread's result; a pool's threads would be waited for at exit."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            _asking.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name="paceline-recorder-asks", daemon=True)
-    _asking.add(thread)
-    thread.start()
-    return future
-
-
-def finish_asking(seconds: float) -> None:
-    """Wait for threads that ask, for at most so long.
-
-    Python ends a thread that comes back to it after the end, and inside a call of torch's that ends
-    the process with an error.
-    """
-    until = time.monotonic() + seconds
-    for thread in list(_asking):
-        thread.join(max(0.0, until - time.monotonic()))
 
 
 def meeting_host(store: Any) -> str:

@@ -3,7 +3,8 @@
 The rules, the most telling first. Two ranks made different calls under the same number. A rank's
 process has ended, or it has left the group. A rank has not made the call: then it is in other code,
 whose line it tells, and if its models ran fewer backward passes than ours, it skipped one. A rank
-is silent. A rank has started the call and does something else. Else nobody is to blame.
+is silent. A rank has started the call and does something else. A rank is gone after its part in the
+call failed as ours did. Else nobody is to blame. Ranks that the engine named are looked at first.
 
 Accounts count ranks as the group does. Words count them as the whole job does, which is what stands
 before each line of output; where the two differ, both are said.
@@ -58,6 +59,7 @@ class Case:
     waited: float  # seconds
     over: bool = False  # it has failed by now
     members: Sequence[int] = ()  # the group's ranks as the job counts; empty: the same
+    suspects: Sequence[int] = ()  # ranks that the engine named; empty: it named none
 
     def name(self, rank: int) -> str:
         """A rank of the group, as it is called in a sentence."""
@@ -74,17 +76,25 @@ def rank_name(members: Sequence[int], rank: int) -> str:
 
 def judge(case: Case, said: Said) -> Verdict:
     """Whom this rank waits for."""
-    for rule in (_differing, _gone, _behind, _silent, _busy):
-        found = rule(case, said)
-        if found is not None:
-            kind, rank, why = found
-            parts = (_opening(case), why, _waiting(case, said, rank), _then(kind, case.over))
-            return Verdict(kind, rank, " ".join(part for part in parts if part))
+    named = {rank: what for rank, what in said.items() if rank in case.suspects}
+    found = _differing(case, said) or _blame(case, named) or _blame(case, said)
+    if found is not None:
+        kind, rank, why = found
+        parts = (_opening(case), why, _waiting(case, said, rank), _then(kind, case.over))
+        return Verdict(kind, rank, " ".join(part for part in parts if part))
     why = "All ranks have made this call, and none has finished it: the wire is slow, or broken."
     return Verdict(Kind.NOBODY, -1, f"{_opening(case)} {why}")
 
 
 Finding = tuple[Kind, int, str]
+
+
+def _blame(case: Case, said: Said) -> Finding | None:
+    """The first rule that finds somebody among these ranks."""
+    for rule in (_gone, _behind, _silent, _busy, _failed_too):
+        if (found := rule(case, said)) is not None:
+            return found
+    return None
 
 
 # -- the rules --------------------------------------------------------------------------------
@@ -133,17 +143,34 @@ def _skip(
 
 
 def _gone(case: Case, said: Said) -> Finding | None:
-    for rank, account in _accounts(said):
-        if _comes_no_more(account, case.call):
-            kind = Kind.ENDED if account.ended else Kind.LEFT
-            how = account.ended or f"it has left the group, at {account.closed}"
-            why = f"{_sentence(case.name(rank))} will not come: {how}{_last_call(account)}."
-            return skip_between(case.mine, account, why, case.members) or (kind, rank, why)
+    for _, account in _accounts(said):
+        if _comes_no_more(account, case.call) and not _failed_in(account, case.call):
+            return _departed(case, account)
     ended = [rank for rank, what in sorted(said.items()) if what is Silence.ENDED]
     if ended:
         who = _sentence(case.name(ended[0]))
         return Kind.ENDED, ended[0], f"{who} will not come: its process is gone."
     return None
+
+
+def _failed_too(case: Case, said: Said) -> Finding | None:
+    """A rank that is gone since its part in the call failed: others may be to blame for that."""
+    for _, account in _accounts(said):
+        if _comes_no_more(account, case.call):
+            return _departed(case, account)
+    return None
+
+
+def _departed(case: Case, account: Account) -> Finding:
+    kind, rank = Kind.ENDED if account.ended else Kind.LEFT, account.rank
+    how = account.ended or f"it has left the group, at {account.closed}"
+    why = f"{_sentence(case.name(rank))} will not come: {how}{_last_call(account)}."
+    return skip_between(case.mine, account, why, case.members) or (kind, rank, why)
+
+
+def _failed_in(account: Account, call: Told) -> bool:
+    theirs = account.call(call.sequence)
+    return theirs is not None and bool(theirs.error)
 
 
 def _comes_no_more(account: Account, call: Told) -> bool:

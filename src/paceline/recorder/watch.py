@@ -13,6 +13,8 @@ import os
 import statistics
 import sys
 import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 
 from ..errors import (
@@ -25,8 +27,10 @@ from ..errors import (
 )
 from . import events
 from .account import Account, account_of, told
-from .peers import finish_asking, peers
+from .explain import Explanations, Find, Found
+from .peers import peers
 from .saving import RECORD, save_all
+from .threads import finish_asking, forget_threads
 from .verdict import Case, Kind, Verdict, judge, place, skip_between
 
 WARN_AFTER = 10.0  # seconds
@@ -52,6 +56,7 @@ class Watch:
         self._fresh: list[events.Board] = []  # whose peers have not been looked up yet
         self._warned: dict[int, events.Entry] = {}  # by board
         self._ending: Finalize | None = None
+        self.explanations = Explanations()
 
     # -- groups come --------------------------------------------------------------------------
 
@@ -89,6 +94,8 @@ class Watch:
         with self._lock:
             if any(_alive(board) for board in list(events.boards.values())):
                 return False
+            if self.explanations.under_way:  # its end calls this again
+                return False
             self._thread = None
             self.peers.rest()
             return True
@@ -98,7 +105,8 @@ class Watch:
         self._wake.set()
 
     def end(self) -> None:
-        """The process ends: save what is to be saved, and take leave."""
+        """The process ends: explain what failed, save what is to be saved, and take leave."""
+        self.explanations.finish(AT_EXIT)
         if directory := os.environ.get(RECORD):
             _save(directory)
         with contextlib.suppress(Exception):
@@ -163,7 +171,8 @@ class Watch:
             return
         self._warned[board.number] = entry
         events.note(board, verdict.text)
-        print(f"paceline: {verdict.text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"paceline: {verdict.text}\n")  # whole, so that ranks do not mix
+        sys.stderr.flush()
 
     # -- how long is too long -----------------------------------------------------------------
 
@@ -192,59 +201,95 @@ class Watch:
     def explain(self, entry: events.Entry) -> Verdict:
         """Ask all ranks, and say whom this call waits for."""
         board = entry.board
-        said = self.peers.hear(board, range(board.size))
-        waited = ((entry.finished or events.now()) - entry.began) / 1e9
-        over = bool(entry.error)
-        case = Case(account_of(board), told(entry), board.name, waited, over, board.members)
-        return judge(case, said)
+        return judge(self._case(entry), self.peers.hear(board, range(board.size)))
+
+    def _case(self, entry: events.Entry, suspects: Sequence[int] = ()) -> Case:
+        """What can be seen from here; the rest is for the others to tell."""
+        board = entry.board
+        return Case(
+            account_of(board),
+            told(entry),
+            board.name,
+            waited=((entry.finished or events.now()) - entry.began) / 1e9,
+            over=bool(entry.error),
+            members=board.members,
+            suspects=tuple(suspects),
+        )
 
     def failed(self, entry: events.Entry, error: BaseException) -> None:
-        """Add to an error what is known about its cause."""
+        """Have added to an error what can be found out about its cause."""
         if entry.board.size < 2 or entry.board.backend == "fake":
             return
         with contextlib.suppress(Exception):
             if isinstance(error, MismatchError):
-                self._add_lines(entry, error)
-            elif isinstance(error, PeerDiedError | PeerLeftError):
-                self._add_last_words(entry, error)
-            elif isinstance(error, CollectiveTimeoutError):
-                if entry.board.rank not in error.ranks:  # else it is this one that came too late
-                    error.verdict = self._noted(entry)
+                self._explain(entry, error, entry.sequence, lambda: self._find_lines(entry, error))
+            elif isinstance(error, PeerDiedError | PeerLeftError | CollectiveTimeoutError):
+                # An abort is told in full; and if it is this rank that came too late, it knows.
+                if not getattr(error, "aborted", False) and entry.board.rank not in error.ranks:
+                    kind = (type(error), tuple(error.ranks))
+                    self._explain(entry, error, kind, lambda: self._find_verdict(entry, error))
             elif isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
-                self._add_text(entry, error)
+                self._explain(entry, error, RuntimeError, lambda: self._find_text(entry))
 
-    def _add_text(self, entry: events.Entry, error: RuntimeError) -> None:
-        """torch's error has no field for it."""
-        verdict = self.explain(entry)
-        if verdict.kind is Kind.NOBODY:
-            return
-        events.note(entry.board, verdict.text)
-        said = f"{error.args[0] if error.args else ''}\npaceline: {verdict.text}"
-        error.args = (said, *error.args[1:])
+    def _explain(
+        self,
+        entry: events.Entry,
+        error: BaseException,
+        kind: Hashable,
+        prepare: Callable[[], Find],
+    ) -> None:
+        self.explanations.explain(entry, error, kind, prepare, then=self._stop_if_idle)
 
-    def _noted(self, entry: events.Entry) -> str:
-        text = self.explain(entry).text
-        events.note(entry.board, text)
-        return text
+    def _find_text(self, entry: events.Entry) -> Find:
+        """An engine's error, which names nobody."""
+        case, board = self._case(entry), entry.board
 
-    def _add_lines(self, entry: events.Entry, error: MismatchError) -> None:
-        said = self.peers.hear(entry.board, (error.rank_a, error.rank_b))
-        said[entry.board.rank] = account_of(entry.board)
-        one, other = said.get(error.rank_a), said.get(error.rank_b)
-        error.line_a, error.purpose_a = _known(one, entry.sequence)
-        error.line_b, error.purpose_b = _known(other, entry.sequence)
-        if isinstance(one, Account) and isinstance(other, Account):
-            skipped = skip_between(one, other, "")
-            error.verdict = "" if skipped is None else skipped[2].strip()
-        events.note(entry.board, str(error))
+        def find() -> Found:
+            verdict = judge(case, self.peers.hear(board, range(board.size)))
+            return _noted(board, "" if verdict.kind is Kind.NOBODY else verdict.text)
 
-    def _add_last_words(self, entry: events.Entry, error: PeerDiedError | PeerLeftError) -> None:
-        if getattr(error, "aborted", False):
-            return
-        said = self.peers.hear(entry.board, error.ranks)
-        known = [what for what in said.values() if isinstance(what, Account)]
-        if known:
-            error.verdict = self._noted(entry)
+        return find
+
+    def _find_verdict(
+        self, entry: events.Entry, error: PeerDiedError | PeerLeftError | CollectiveTimeoutError
+    ) -> Find:
+        """Ranks have died, left or not come in time; the engine knows which."""
+        case, board = self._case(entry, error.ranks), entry.board
+        suspects, gone = tuple(error.ranks), not isinstance(error, CollectiveTimeoutError)
+
+        def find() -> Found:
+            said = self.peers.hear(board, range(board.size))
+            if gone and not any(isinstance(said.get(rank), Account) for rank in suspects):
+                return Found()  # that they are gone is all there is to say
+            return _noted(board, judge(case, said).text)
+
+        return find
+
+    def _find_lines(self, entry: events.Entry, error: MismatchError) -> Find:
+        """Two ranks have called different things."""
+        board, number, mine = entry.board, entry.sequence, account_of(entry.board)
+        whole = replace(error)  # to be put into words, whatever becomes of the error meanwhile
+
+        def find() -> Found:
+            said = self.peers.hear(board, (whole.rank_a, whole.rank_b))
+            said[board.rank] = mine
+            one, other = said.get(whole.rank_a), said.get(whole.rank_b)
+            whole.line_a, whole.purpose_a = _known(one, number)
+            whole.line_b, whole.purpose_b = _known(other, number)
+            if isinstance(one, Account) and isinstance(other, Account):
+                skipped = skip_between(one, other, "")
+                whole.verdict = "" if skipped is None else skipped[2].strip()
+            events.note(board, str(whole))
+            names = ("line_a", "line_b", "purpose_a", "purpose_b", "verdict")
+            return Found(str(whole), {name: getattr(whole, name) for name in names})
+
+        return find
+
+
+def _noted(board: events.Board, text: str) -> Found:
+    if text:
+        events.note(board, text)
+    return Found(text, {"verdict": text})
 
 
 def _alive(board: events.Board) -> bool:
@@ -290,6 +335,15 @@ def configure(*, warn_after: float | None = None, on: bool | None = None) -> Non
     watch.wake()
 
 
+def finish_explaining(seconds: float = AT_EXIT) -> None:
+    """Wait until errors that were raised are explained in full, for at most so long.
+
+    An error is raised at once, while the other ranks are being asked. The end of a process waits by
+    itself; call this where the text of an error is kept instead of printed.
+    """
+    watch.explanations.finish(seconds)
+
+
 def _is_time(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and value > 0  # type: ignore[operator]
@@ -307,5 +361,6 @@ def _anew() -> None:
     """A forked child is another process: no thread of ours runs in it."""
     global watch
     watch.peers.drop()
+    forget_threads()
     watch, before = Watch(), watch
     watch.warn_after = before.warn_after
