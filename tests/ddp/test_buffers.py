@@ -437,6 +437,7 @@ def _forward_on_one_rank(group: Group) -> str:
             ddp(torch.ones(1))
         else:
             group.all_reduce(torch.ones(3))
+    caught.value.wait_for_verdict()
     assert (caught.value.purpose_a, caught.value.purpose_b) == (BUFFERS, "")
     return str(caught.value)
 
