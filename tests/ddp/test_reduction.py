@@ -209,19 +209,20 @@ def test_a_pass_is_averaged_however_backward_comes_to_the_parameters(way: str) -
     assert run_ranks(2, one_rank) == [[0.5] * 4] * 2
 
 
-def test_a_penalty_on_the_parameters_alone_is_averaged_also_after_ordinary_passes() -> None:
+def test_a_penalty_on_the_parameters_alone_is_averaged_after_a_forward_only() -> None:
     def one_rank(group: Group) -> list[float]:
         ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
         x = torch.full((1, 1), float(group.rank()))
         found = []
         for step in range(4):
             ddp.zero_grad()
-            loss = ddp(x) if step < 2 else ddp.module.weight * x
+            output = ddp(x) if step < 3 else x
+            loss = output if step < 2 else ddp.module.weight * x
             loss.sum().backward()
             found.append(ddp.module.weight.grad.item())
         return found
 
-    assert run_ranks(2, one_rank) == [[0.5] * 4] * 2
+    assert run_ranks(2, one_rank) == [[0.5, 0.5, 0.5, float(rank)] for rank in range(2)]
 
 
 # Memory.

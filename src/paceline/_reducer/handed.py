@@ -55,12 +55,15 @@ class Handed:
         reducer = self.reducer
         if reducer.latest is None and _in_backward():
             reducer.end_with_backward()
-            reducer.enter(Role.ACTIVE).ending = _nothing  # hooks of parameters have no part in it
+            self._running().ending = _nothing  # hooks of parameters have no part in it
+
+    def _running(self) -> Pass:
+        return self.reducer.latest or self.reducer.enter(Role.ACTIVE, answers=True)
 
     def take(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Copy these gradients, and send off the buckets that are complete."""
         reducer = self.reducer
-        running = reducer.latest or reducer.enter(Role.ACTIVE)
+        running = self._running()
         by_bucket: dict[int, list[int]] = {}
         place = reducer.layout.place
         with torch.no_grad():
@@ -103,7 +106,7 @@ class Handed:
         """
         reducer = self.reducer
         reducer.handed_task = torch._C._current_graph_task_id()
-        running = reducer.latest or reducer.enter(Role.ACTIVE)
+        running = self._running()
         callbacks, reducer.after_pass = reducer.after_pass, []
         try:
             with torch.no_grad():

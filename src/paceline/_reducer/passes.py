@@ -24,6 +24,7 @@ class Pass:
     """One backward pass whose gradients are averaged."""
 
     role: Role = Role.ACTIVE
+    answers: bool = False  # gradients that a forward of the wrapper led to (expected.py)
     next: int = 0  # the bucket whose turn it is
     arrival: list[int] = field(default_factory=list)  # while learning: parameters, as they came
     touched: set[int] = field(default_factory=set)  # parameters that a gradient has come to

@@ -1,7 +1,8 @@
 """Reducer: averages the gradients of one rank's model with the other ranks', during backward.
 
 **A pass.** A backward pass begins for us when a gradient reaches an output of the model, or the
-first parameter that has a hook. From then on gradients are taken into buckets as they arrive, and
+first parameter that has a hook, if a forward through the wrapper came before (``expected.py``).
+From then on gradients are taken into buckets as they arrive, and
 full buckets are sent off in the order of their index, the same on all ranks. The last bucket always
 waits for the end of the pass; then whatever is missing is filled with zeros, the header is written
 (``header.py``), and all is awaited. So every pass of every rank consists of the same collectives,
@@ -24,7 +25,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,7 @@ from ..policies import Reduction
 from . import header
 from .bucket import Bucket, Hook, Phase
 from .diary import Diary
+from .expected import Expected
 from .header import Header, Mailbox, Said
 from .layout import Layout, agreed_order
 from .listeners import Listeners
@@ -67,6 +69,7 @@ class Reducer:
         self.layout = Layout(params, sparse, policy)
         self.picture = Picture(names)
         self.ledger = Ledger()
+        self.expected = Expected()
         self.listeners = Listeners(self)
         self.diary = Diary(group, _weakly(self.names_in))
         self.hook: Hook | None = None
@@ -212,15 +215,18 @@ class Reducer:
             return False
         if self.handed_task != -1 and self.handed_task == torch._C._current_graph_task_id():
             return False  # a parameter that a graph used is visited too, with no gradient
+        if self.expected.nothing and self._ending() is None:
+            return False  # no forward of the wrapper: gradients stay this rank's own
         if self.ledger.weighs and not self.ledger.open:
             raise UnweighableError(self.group.rank())
         if not self._wanted():
-            self._kept_here = True
+            self._kept_here = self._ending() is not None
+            self.expected.gradients_came((), at_once=True)
             return False
         self.make_good()
         if self._ending() is None:
             self._await_end()
-        self.enter(Role.ACTIVE).ending = self._ending
+        self.enter(Role.ACTIVE, answers=True).ending = self._ending
         return True
 
     def end_of_backward(self) -> None:
@@ -246,8 +252,8 @@ class Reducer:
             with contextlib.suppress(PacelineError):
                 self.stand_in(trouble="its backward pass failed halfway")
 
-    def enter(self, role: Role) -> Pass:
-        """Begin a pass in which this rank has that part."""
+    def enter(self, role: Role, *, answers: bool = False) -> Pass:
+        """Begin a pass in which this rank has that part; ``answers``: a forward, with gradients."""
         self.settle_plan()
         if self._ending() is None:
             self.diary.backward_begins()
@@ -255,7 +261,7 @@ class Reducer:
             self._agree_on_unit()
         if self.ledger.weighs and not self.ledger.open:
             self.ledger.begin(self.params)
-        self.latest = Pass(role)
+        self.latest = Pass(role, answers)
         return self.latest
 
     def _agree_on_unit(self) -> None:
@@ -384,6 +390,7 @@ class Reducer:
     def _give_up(self, error: BaseException) -> None:
         """Nobody can say what the gradients are now; what is under way must not write any more."""
         self.error = str(error)
+        self.expected.gradients_came((), at_once=True)
         for bucket in self.layout.buckets:
             bucket.abandon()
         self.ledger.forget()
@@ -541,12 +548,19 @@ class Reducer:
         self.picture.count(told, self.group.size())
         if running.role is not Role.STANDING_IN:
             self.picture.conclude(running.missed, self.policy)
+        if running.answers:
+            self._note_answer(running.missed, told)
         if self.learning:
             self.make_plan(running.arrival, told)
         elif running.late or (told is not None and told.late):
             self._learn()
         elif running.arrival:
             self.listeners.act_on_few(running.arrival)
+
+    def _note_answer(self, missed: Collection[int], told: Header | None) -> None:
+        """Has this pass answered the forward? All ranks agree: what none reached is the same."""
+        unreached = [number for number in missed if not self.picture.used[number]]
+        self.expected.gradients_came(unreached, at_once=told is None or self.policy.find_unused)
 
     # -- plans --------------------------------------------------------------------------------
 
@@ -577,6 +591,8 @@ class Reducer:
         self.layout.forget()
         self.picture.forget()
         self.latest, self._mailbox = None, Mailbox()
+        self.ledger.unit = 1.0  # whoever joins knows of no other
+        self.listeners.remove()  # they know buckets that are gone
         if not self.alone:
             self._learn()
 
@@ -607,7 +623,7 @@ class Reducer:
         if self.alone:
             return
         explicit = self.ledger.explicit
-        if self.ledger.total:  # nothing is added to what was gathered
+        if self.ledger.owes(self.params):  # nothing is added to what was gathered
             self.ledger.explicit = 0.0
         try:
             with torch.no_grad():
@@ -631,7 +647,9 @@ class Reducer:
         of the step is this rank's to take. Returns what the ranks said: when none was active, all
         only stood in.
         """
-        if self.ledger.total and not trouble:  # weighed passes that were not averaged yet
+        if (
+            self.ledger.owes(self.params) and not trouble
+        ):  # weighed passes that were not averaged yet
             self.sync(Role.OWING)
             return self.told
         if self.alone:

@@ -29,6 +29,7 @@ class Ledger:
     open: bool = False  # a weighed pass runs
     gathered: dict[int, Tensor] = field(default_factory=dict)
     base: dict[int, Tensor] = field(default_factory=dict)
+    _versions: dict[int, tuple[int, int]] = field(default_factory=dict)  # of .grad, as it was left
 
     @property
     def weighs(self) -> bool:
@@ -43,16 +44,32 @@ class Ledger:
     def begin(self, params: Sequence[nn.Parameter]) -> None:
         """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
-        if self.total and not held:  # the user has dropped what was gathered
-            self.total = 0.0
-            self.base.clear()
-        if self.total:
+        if self.owes(params):
             self.gathered = held
-        else:
-            self.base = held
+        else:  # in memory of its own: the pass will use that of the buckets
+            self.base = {number: grad.clone() for number, grad in held.items()}
         for number in held:
             params[number].grad = None
         self.open = True
+
+    def owes(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether weighed passes wait to be averaged; not when the user has cleared ``.grad``.
+
+        Cleared in place (``zero_grad(set_to_none=False)``) they are still there, and zero.
+        """
+        if not self.total:
+            return False
+        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
+        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), g._version)]
+        cleared = len(changed) == len(held) and not any(map(_is_something, changed))
+        if cleared:
+            self.forget_gathered()
+        return not cleared
+
+    def forget_gathered(self) -> None:
+        """What weighed passes left does not count any more."""
+        self.total = 0.0
+        self.base, self._versions = {}, {}
 
     def fold(self, number: int, param: nn.Parameter) -> None:
         """Make ``.grad`` the weighed sum of this pass and those before it."""
@@ -72,6 +89,8 @@ class Ledger:
         for number, param in enumerate(params):
             self.fold(number, param)
         self.total += self.weight
+        held = ((n, p.grad) for n, p in enumerate(params))
+        self._versions = {n: (id(g), g._version) for n, g in held if g is not None}
         self._close()
 
     @property
@@ -114,3 +133,8 @@ class Ledger:
         self.open = False
         if self.once:
             self.explicit, self.once = None, False
+
+
+def _is_something(grad: Tensor) -> bool:
+    mine = local(grad)
+    return bool((mine._values() if mine.is_sparse else mine).any())

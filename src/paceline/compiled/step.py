@@ -147,6 +147,7 @@ class Step:
         )
         self._turns.after()
         self.ddp._post_forward(loss)
+        self.ddp._replica.expect_no_backward()
         self._wire.tell()
         self._conclude(kept, used)
         return loss

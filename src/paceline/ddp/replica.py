@@ -102,6 +102,7 @@ class Replica:
             self.verify()
             self.broadcast(0, buffers=init_buffers)
         self.reducer = self._new_reducer(policy)
+        self.expect_no_backward()
         self._lend_to_layers()
 
     # -- the ranks' models --------------------------------------------------------------------
@@ -146,6 +147,7 @@ class Replica:
         old.retire()
         self.reducer = self._new_reducer(old.policy)
         self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
+        self.reducer.expected = old.expected
         self.reducer.after_bucket = old.after_bucket
         self.reducer.diary.continue_from(old.diary)
         self.reducer.after_average = old.after_average
@@ -173,6 +175,8 @@ class Replica:
             self.reducer.diary.forward_begins()
         if self.syncs_buffers and not self.buffers.hooked_after:
             self.sync_buffers()
+        if torch.is_grad_enabled():
+            self.reducer.expected.forward_begins()
 
     def after_forward(self, output: Any) -> None:
         """Watch the output for the backward pass."""
@@ -184,14 +188,21 @@ class Replica:
             self.buffer_sync = False  # ranks may have unequal numbers of batches to look at
             return
         self.buffer_sync = self.backward_sync
+        self.reducer.expected.forward_ends(averaged=self.backward_sync)
         self.reducer.diary.forward_ends()
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
                 self.reducer.watch(tensor)
 
+    def expect_no_backward(self) -> None:
+        """The gradients of the last forward were averaged with it."""
+        self.reducer.expected.reset()
+
     def forward_failed(self, error: BaseException) -> None:
         """Tell the other ranks, which will wait in their backward pass, why none follows here."""
         inside_backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled():
+            self.reducer.expected.forward_ends(averaged=False)
         expected = torch.is_grad_enabled() and self._averages_now() and not inside_backward
         if expected and isinstance(error, PeerLeftError) and self.layers is not None:
             self.reducer.stand_in()  # it left a layer's group; here it says why, and this raises

@@ -1,0 +1,111 @@
+"""Weights: what they count for when gradients are cleared, kept, and when members change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel as DDP
+from paceline.groups import Group
+from paceline.testing import run_ranks
+
+
+def line() -> nn.Linear:
+    """One weight; its gradient is the input."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def backward(ddp: DDP, value: float, weight: float | None = None) -> None:
+    if weight is not None:
+        ddp.weight(weight)
+    ddp(torch.full((1, 1), value)).sum().backward()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("then", [None, 4.0])
+def test_the_weight_of_gradients_that_were_cleared_does_not_count(
+    set_to_none: bool, then: float | None
+) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        with ddp.no_sync():
+            backward(ddp, 9.0, weight=4.0)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(ddp, 1.0, weight=then)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [1.0, 1.0]
+
+
+def test_a_gradient_that_is_zero_by_itself_keeps_its_weight() -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        with ddp.no_sync():
+            backward(ddp, 0.0, weight=3.0)
+        backward(ddp, 4.0, weight=1.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [1.0, 1.0]
+
+
+def test_averages_that_are_kept_are_added_to_those_of_a_weighted_pass() -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp = DDP(line(), process_group=group)
+        found = []
+        for _ in range(3):
+            backward(ddp, 1.0 + group.rank(), weight=1.0 + 2 * group.rank())
+            found.append(ddp.module.weight.grad.item())
+        return found
+
+    for found in run_ranks(2, one_rank):
+        assert found == pytest.approx([1.75, 3.5, 5.25])
+
+
+def test_gradients_cleared_in_place_leave_nothing_to_the_next_weighted_pass() -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp = DDP(line(), process_group=group)
+        found = []
+        for _ in range(4):
+            ddp.zero_grad(set_to_none=False)
+            backward(ddp, 1.0 + group.rank(), weight=1.0 + 2 * group.rank())
+            found.append(ddp.module.weight.grad.item())
+        return found
+
+    for found in run_ranks(2, one_rank):
+        assert found == pytest.approx([1.75] * 4)
+
+
+def test_a_rank_that_joins_counts_as_the_others_do() -> None:
+    def one_rank(group: Group) -> float:
+        rank = group.rank()
+        pair = group.split([[0, 1], [2]])
+        ddp = DDP(line(), process_group=pair)
+        for _ in range(2 if rank < 2 else 0):
+            backward(ddp, 1.0, weight=1024.0)
+        ddp.zero_grad()
+        ddp._update_process_group(group)
+        backward(ddp, float(rank), weight=1024.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(3, one_rank) == [1.0] * 3
+
+
+def test_a_rank_that_is_left_alone_has_weighted_passes_of_its_own() -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp = DDP(nn.Sequential(line(), line(), line()), process_group=group, bucket_cap_mb=1e-6)
+        found = []
+        for step in range(4):
+            if step == 2:
+                ddp._update_process_group(group.split([[0], [1]]))
+            ddp.zero_grad()
+            backward(ddp, 1.0 + group.rank(), weight=8.0)
+            found.append(ddp.module[0].weight.grad.item())
+        return found
+
+    first, second = run_ranks(2, one_rank)
+    assert first == [1.5, 1.5, 1.0, 1.0]
+    assert second == [1.5, 1.5, 2.0, 2.0]
