@@ -15,8 +15,8 @@ from types import MappingProxyType
 ROOT = "__init__"  # paceline itself: the public names
 
 # Any layer may import these; they import nothing of ours.
-GROUND = frozenset({"errors", "recorder.events"})
-STDLIB_ONLY = frozenset({"errors"})
+GROUND = frozenset({"errors", "_shown", "recorder.events"})
+STDLIB_ONLY = frozenset({"errors", "_shown"})
 
 # What the user sees.
 PUBLIC = frozenset(
@@ -50,6 +50,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "recorder": frozenset(),
         "recorder.events": frozenset(),
         "errors": frozenset(),
+        "_shown": frozenset(),
     }
 )
 

@@ -224,3 +224,14 @@ while True:
     assert launched.returncode == 128 + signal.SIGTERM, err
     assert "start again" not in err
     assert out == ""
+
+
+def test_the_text_of_a_ranks_error_does_not_act_on_the_terminal(tmp_path, capsys) -> None:
+    """What a rank prints itself is its own: its output and its traceback come as they are."""
+    script = tmp_path / "script.py"
+    script.write_text(r"print('\x1b[32mgreen\x1b[0m', flush=True); raise ValueError('\x1b[2Jgone')")
+    ended = paceline(capsys, "run", "--nproc", 2, script)
+    assert ended.out.count("\x1b[32mgreen\x1b[0m") == 2
+    told = ended.err[ended.err.index("failed first") :]
+    assert "ValueError: \\x1b[2Jgone" in told
+    assert "\x1b" not in told

@@ -62,7 +62,7 @@ def test_a_rank_that_did_not_wait_lost_nothing() -> None:
     late = BucketPass(0, 0, 8, filled=5.0, launched=5.0, finished=6.0, waited=5.5)
     found = blame(passes([log(0, buckets=[busy]), log(1, buckets=[late])]))
     assert sum(found.cost.values()) == 0.0
-    assert found.last_in(1) == 1
+    assert found.last_in() == {1: 1}
 
 
 def test_the_last_bucket_of_a_step_says_who_came_last_in_it() -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .._shown import shown_lines
+
 if TYPE_CHECKING:
     from .doctor_facts import Facts
     from .doctor_probe import Probe
@@ -146,4 +148,4 @@ def _settings(values: Mapping[str, str]) -> str:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stdout, flush=True)
+    print(shown_lines(text), file=sys.stdout, flush=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .._shown import shown_lines
 from . import say
 
 
@@ -49,7 +50,7 @@ def _write(run: Path, out: Path | None) -> Path:
         say.note(line)
     for line in found.said:
         print(line)
-    print(f"The page is {page}; a trace for ui.perfetto.dev lies beside it.")
+    print(f"The page is {shown_lines(str(page))}; a trace for ui.perfetto.dev lies beside it.")
     return page
 
 

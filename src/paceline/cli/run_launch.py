@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from .._shown import shown_lines
 from . import say
 from .run_machine import allow_open_files, cores, loopback, threads_per_rank
 from .run_plan import Become, Launch
@@ -220,9 +221,9 @@ def tell(verdict: Verdict | None, size: int) -> int:
         return 0
     say.complain(verdict.headline)
     for line in verdict.others:
-        print(f"  {line}", file=sys.stderr)
+        print(f"  {shown_lines(line)}", file=sys.stderr)
     if size > 1 or verdict.consequence:
-        for line in verdict.traceback.splitlines():
+        for line in shown_lines(verdict.traceback).splitlines():
             print(f"[{verdict.rank}] {line}", file=sys.stderr)
     sys.stderr.flush()
     return verdict.code

@@ -1,4 +1,8 @@
-"""How the commands speak: errors in one red line, notes in one plain line, both on stderr."""
+"""How the commands speak: errors in one red line, notes in one plain line, both on stderr.
+
+What they tell may hold text from elsewhere, such as a rank's error or the name of a file; a
+terminal obeys nothing in it. What ranks print themselves is theirs and is passed on as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import sys
 from typing import NoReturn, TextIO
 
 import typer
+
+from .._shown import shown_lines
 
 RED = "31"
 
@@ -19,12 +25,13 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def complain(message: str) -> None:
     """Print ``paceline: message`` in red on stderr and go on."""
-    print(paint(f"paceline: {message}", RED, sys.stderr), file=sys.stderr, flush=True)
+    line = f"paceline: {shown_lines(message)}"
+    print(paint(line, RED, sys.stderr), file=sys.stderr, flush=True)
 
 
 def note(message: str) -> None:
     """Print ``paceline: message`` on stderr; what scripts write to stdout stays theirs."""
-    print(f"paceline: {message}", file=sys.stderr, flush=True)
+    print(f"paceline: {shown_lines(message)}", file=sys.stderr, flush=True)
 
 
 def paint(text: str, colour: str, stream: TextIO) -> str:

@@ -17,6 +17,7 @@ from .report_page import page
 from .report_read import Run, read
 from .report_trace import trace
 from .report_words import sentences
+from .run import write_whole
 
 AnyPath = str | os.PathLike[str]
 
@@ -49,13 +50,13 @@ class Report:
         path = page_path(self.directory, out)
         beside = trace_path(path)
         self.write_trace(beside)
-        _write(path, page(self.run, self.facts, beside.name).encode())
+        write_whole(path, page(self.run, self.facts, beside.name).encode())
         return path
 
     def write_trace(self, out: AnyPath | None = None) -> Path:
         """Write only the trace, for ui.perfetto.dev, and return its path."""
         path = trace_path(page_path(self.directory, None)) if out is None else Path(out)
-        _write(path, msgspec.json.encode(trace(self.run.logs, self.facts.began)))
+        write_whole(path, msgspec.json.encode(trace(self.run.logs, self.facts.began)))
         return path
 
 
@@ -80,11 +81,3 @@ def trace_path(page: Path) -> Path:
     """Where the trace beside a page goes."""
     name = "trace.json" if page.name == "report.html" else f"{page.stem}.trace.json"
     return page.with_name(name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    draft.write_bytes(content)
-    draft.replace(path)

@@ -17,7 +17,7 @@ from .report_late import (
     passes,
     waiting,
 )
-from .report_read import times
+from .report_read import times, world_size
 from .run import RankLog, Step
 
 
@@ -78,15 +78,16 @@ def gather(logs: Sequence[RankLog]) -> Facts:
     """All facts of a run; ``logs`` share one clock."""
     together, calls = passes(logs), calls_together(logs)
     charged = blame(together)
-    ranks = tuple(_of_rank(log, charged) for log in logs)
-    spans = [times(log) for log in logs if times(log)[1] > 0]
+    last_in = charged.last_in()
+    ranks = tuple(_of_rank(log, charged, last_in.get(log.rank, 0)) for log in logs)
+    spans = [span for log in logs if (span := times(log))[1] > 0]
     numbers = [step.number for log in logs for step in log.steps]
     lasted = [pair for log in logs for pair in durations(log)]
     seconds = sum(each for _, each in lasted)
     wait_share = _share(sum(step.waited for step, _ in lasted), seconds)
     charged_steps = {step.number for step in charged.steps}
     return Facts(
-        world_size=max(log.world_size for log in logs),
+        world_size=world_size(logs),
         ranks=ranks,
         hosts=_distinct(log.host for log in logs),
         backends=_distinct(log.backend for log in logs),
@@ -113,10 +114,17 @@ def durations(log: RankLog) -> list[tuple[Step, float]]:
 
     The last step has no next, so it is left out, unless it is the only one.
     """
-    following = [(a, b.forward_began - a.forward_began) for a, b in pairwise(log.steps)]
+    following = [(a, _later(a.forward_began, b.forward_began)) for a, b in pairwise(log.steps)]
     found = [(step, seconds) for step, seconds in following if step.backward_began > 0]
-    last = [(s, s.backward_ended - s.forward_began) for s in log.steps[-1:] if s.backward_ended]
+    last = [
+        (s, _later(s.forward_began, s.backward_ended)) for s in log.steps[-1:] if s.backward_ended
+    ]
     return found or last
+
+
+def _later(began: float, ended: float) -> float:
+    """Seconds in between, none where the order is wrong; by whole nanoseconds, as clocks count."""
+    return max(0.0, round(ended - began, 9))
 
 
 def hidden(logs: Sequence[RankLog]) -> float:
@@ -135,7 +143,7 @@ def size_bands(together: Calls) -> tuple[SizeBand, ...]:
         nbytes = max(call.nbytes for call in calls)
         began, ended = max(c.began for c in calls), max(c.finished for c in calls)
         key = (calls[0].operation, band(nbytes)[0])
-        found.setdefault(key, []).append((nbytes, max(0.0, ended - began)))
+        found.setdefault(key, []).append((nbytes, _later(began, ended)))
     return tuple(_band(name, low, calls) for (name, low), calls in sorted(found.items()))
 
 
@@ -156,7 +164,7 @@ def _band(operation: str, low: int, calls: Sequence[tuple[int, float]]) -> SizeB
     )  # fmt: skip
 
 
-def _of_rank(log: RankLog, charged: Blame) -> RankFacts:
+def _of_rank(log: RankLog, charged: Blame, last_in: int) -> RankFacts:
     lasted = durations(log)
     work = [max(0.0, all_of_it - step.waited) for step, all_of_it in lasted]
     return RankFacts(
@@ -167,7 +175,7 @@ def _of_rank(log: RankLog, charged: Blame) -> RankFacts:
         median_step=_median([seconds for _, seconds in lasted]),
         median_work=_median(work),
         wait_share=_share(sum(s.waited for s, _ in lasted), sum(each for _, each in lasted)),
-        last_in=charged.last_in(log.rank),
+        last_in=last_in,
         cost=charged.cost.get(log.rank, 0.0),
     )
 

@@ -41,9 +41,9 @@ class Blame:
     waited: Mapping[int, float]  # rank → seconds that it waited for buckets, for any reason
     by_bucket: Mapping[int, float]  # bucket → seconds that all ranks together waited for it
 
-    def last_in(self, rank: int) -> int:
-        """In how many steps ``rank`` launched last."""
-        return sum(step.rank == rank for step in self.steps)
+    def last_in(self) -> Mapping[int, int]:
+        """In how many steps each rank launched last."""
+        return Counter(step.rank for step in self.steps)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import DamagedLogError, LogVersionError, RunMissingError
-from .run import VERSION, BucketPass, Collective, RankLog, Step
+from .._shown import shown, shown_lines
+from ..errors import DamagedLogError, RunMissingError
+from .run import BucketPass, Collective, RankLog, Step, log_paths, path_of, read_log
 
 T = TypeVar("T", Step, BucketPass, Collective)
 
+MOST_TOGETHER = 1 << 30  # bytes of all logs
+LONGEST = 10 * 366 * 86_400.0  # seconds
 RECORD = "Record one with `paceline run --record DIR script.py`, or recorder.save(DIR) on each rank"
 
 
@@ -26,17 +29,51 @@ class Run:
     notes: tuple[str, ...]
 
 
-class _Form(msgspec.Struct):
-    version: int
-
-
 def read(directory: Path) -> Run:
-    """The run recorded in ``directory``."""
-    logs = [_read_log(path) for path in _paths(directory)]
+    """The run recorded in ``directory``; whoever recorded it, its strings are fit to be shown."""
+    logs = [_cleaned(read_log(path)) for path in _paths(directory)]
     logs.sort(key=lambda log: log.rank)
     kept, notes = _of_one_run(logs)
     notes += _missing(kept) + _differing(kept)
-    return Run(directory.resolve().name, tuple(on_one_clock(log) for log in kept), tuple(notes))
+    found = tuple(on_one_clock(log) for log in kept)
+    _check_length(directory, found)
+    return Run(shown(directory.resolve().name), found, tuple(notes))
+
+
+def _cleaned(log: RankLog) -> RankLog:
+    """The same log without characters that a terminal or a page would obey."""
+    names = {name: shown(getattr(log, name)) for name in ("host", "backend", "torch", "paceline")}
+    return msgspec.structs.replace(
+        log,
+        **names,
+        notes=[shown_lines(note) for note in log.notes],
+        collectives=[_cleaned_call(call) for call in log.collectives],
+    )
+
+
+def _cleaned_call(call: Collective) -> Collective:
+    texts = (call.operation, call.group, call.shape, call.line, call.error)
+    if all(text.isprintable() for text in texts):
+        return call
+    fields = ("operation", "group", "shape", "line", "error")
+    return msgspec.structs.replace(
+        call, **{f: shown(text) for f, text in zip(fields, texts, strict=True)}
+    )
+
+
+def _check_length(directory: Path, logs: Sequence[RankLog]) -> None:
+    """Refuse times that cannot be of one run: nothing could be drawn to their scale."""
+    spans = [(span, log) for log in logs if (span := times(log))[1] > 0]
+    if not spans:
+        return
+    (began, _), first = min(spans, key=lambda pair: pair[0][0])
+    (_, ended), last = max(spans, key=lambda pair: pair[0][1])
+    if ended - began > LONGEST:
+        raise DamagedLogError(
+            str(path_of(directory, last.rank)),
+            f"it ends {(ended - began) / (365.25 * 86_400):.0f} years after the beginning of rank "
+            f"{first.rank}'s log",
+        )
 
 
 def on_one_clock(log: RankLog) -> RankLog:
@@ -62,12 +99,14 @@ def times(log: RankLog) -> tuple[float, float]:
             (log.buckets, _BUCKET_TIMES),
             (log.collectives, _CALL_TIMES),
         )
-        for event in (*events[:1], *events[-64:])  # in order, but for what overlaps
+        for event in events
         for field in fields
         if (moment := getattr(event, field)) > 0
     ]
     return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
+
+_STRETCHES = 64  # of ranks that are listed
 
 _STEP_TIMES = ("forward_began", "forward_ended", "backward_began", "backward_ended")
 _BUCKET_TIMES = ("filled", "launched", "finished", "waited")
@@ -86,21 +125,16 @@ def _paths(directory: Path) -> list[Path]:
     if not directory.is_dir():
         remedy = "Give the folder that holds the run's rank-00000.json"
         raise RunMissingError(str(directory), "this is a file, not the folder of a run", remedy)
-    found = sorted(directory.glob("rank-*.json"))
+    found = log_paths(directory)
     if not found:
         raise RunMissingError(str(directory), "no rank's log (rank-00000.json) lies in it", RECORD)
+    together = sum(path.lstat().st_size for path in found)
+    if together > MOST_TOGETHER:
+        most = f"{MOST_TOGETHER / 1e9:.1f} GB can be read at a time"
+        remedy = "Move the logs of some ranks away; their absence is noted in the report"
+        problem = f"its {len(found)} logs have {together / 1e9:.1f} GB, and {most}"
+        raise RunMissingError(str(directory), problem, remedy)
     return found
-
-
-def _read_log(path: Path) -> RankLog:
-    raw = path.read_bytes()
-    try:
-        form = msgspec.json.decode(raw, type=_Form)
-        if form.version != VERSION:
-            raise LogVersionError(str(path), found=form.version, known=VERSION)
-        return msgspec.json.decode(raw, type=RankLog)
-    except msgspec.DecodeError as problem:
-        raise DamagedLogError(str(path), str(problem).rstrip(".")) from problem
 
 
 def _of_one_run(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
@@ -115,12 +149,19 @@ def _of_one_run(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
         f"The folder also holds logs of an older run, of world size {sizes} "
         f"({listed(o.rank for o in old)}). They are left out."
     )
-    return [log for log in logs if log not in old], [note]
+    left_out = {o.rank for o in old}
+    return [log for log in logs if log.rank not in left_out], [note]
+
+
+def world_size(logs: Sequence[RankLog]) -> int:
+    """How many ranks the run had; of a group that lost some, fewer are left than were numbered."""
+    return max(max(log.world_size, log.rank + 1) for log in logs)
 
 
 def _missing(logs: Sequence[RankLog]) -> list[str]:
-    size = max(log.world_size for log in logs)
-    absent = sorted(set(range(size)) - {log.rank for log in logs})
+    size = world_size(logs)
+    here = {log.rank for log in logs}
+    absent = [rank for rank in range(size) if rank not in here]
     if not absent:
         return []
     there, they = ("is no log", "it") if len(absent) == 1 else ("are no logs", "they")
@@ -151,5 +192,6 @@ def listed(ranks: Iterable[int]) -> str:
             stretches[-1].append(number)
         else:
             stretches.append([number])
-    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches]
+    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches[:_STRETCHES]]
+    texts += ["…"] if len(stretches) > _STRETCHES else []
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(texts)

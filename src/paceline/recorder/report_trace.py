@@ -8,6 +8,7 @@ from the launch of a bucket, in backward, to its flight and on to where its end 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 from .report_late import Lines, waiting
@@ -31,12 +32,14 @@ def trace(logs: Sequence[RankLog], began: float, most_events: int = MOST_EVENTS)
 
 def rows(stretches: Sequence[tuple[float, float]]) -> list[int]:
     """A row for each stretch, so that none overlap in a row; ``stretches`` are sorted by begin."""
-    ends: list[float] = []
+    taken: list[tuple[float, int]] = []  # until when, which row
+    free: list[int] = []
     chosen = []
     for began, ended in stretches:
-        row = next((i for i, end in enumerate(ends) if end <= began), len(ends))
-        ends[row : row + 1] = [ended]
-        chosen.append(row)
+        while taken and taken[0][0] <= began:
+            heappush(free, heappop(taken)[1])
+        chosen.append(heappop(free) if free else len(taken))
+        heappush(taken, (ended, chosen[-1]))
     return chosen
 
 

@@ -57,7 +57,7 @@ def rank_log(rank: int | None = None) -> RankLog:
 
     return RankLog(
         rank=rank,
-        world_size=board.size if board else 1,
+        world_size=max(board.size if board else 1, rank + 1),  # fewer are left of a larger group
         host=socket.gethostname(),
         pid=os.getpid(),
         backend=board.backend if board else "",
