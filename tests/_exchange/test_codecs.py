@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from paceline._exchange import ParamSpan, RowLayout
-from paceline._exchange.codecs.dither import noise
 from paceline._exchange.codecs.sign import pack_bits, unpack_signs
+from paceline._exchange.dither import noise
 from paceline.errors import CodecSettingError, CodecStateError
 from paceline.hooks import Bf16, Codec, Fp8, Fp16, Fp32, Int8, PowerSGD, RowCodec, Sign, TopK
 

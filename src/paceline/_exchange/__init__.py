@@ -5,6 +5,7 @@ from .codecs import (
     Chain,
     Codec,
     Encoded,
+    Encodes,
     Fp8,
     Fp16,
     Fp32,
@@ -13,9 +14,15 @@ from .codecs import (
     RowCodec,
     Sign,
     TopK,
+    as_codec,
+    is_codec,
 )
-from .coded import Coded, FlatCodec, check_codec
-from .feedback import Held
+from .coded import (
+    CodedMean,
+)
+from .feedback import (
+    Held,
+)
 from .flat import (
     copy_all,
     is_dense,
@@ -26,9 +33,18 @@ from .flat import (
     shaped_like,
     strides_of,
 )
-from .flat_buffer import FlatBuffer, cut_evenly, numbers, pack
-from .journey import Journey
-from .lane import JobLane
+from .flat_buffer import (
+    FlatBuffer,
+    cut_evenly,
+    group_for_buffers,
+    local_values,
+)
+from .journey import (
+    FutureJourney,
+)
+from .lane import (
+    JobLane,
+)
 from .low_rank import (
     LowRankPlan,
     MatrixBatch,
@@ -38,64 +54,82 @@ from .low_rank import (
     random_columns,
     widened,
 )
-from .mean import done, gather_later, mean_later, mean_now, one_tensor, sum_later
-from .routes import FactorRoute, GatherRoute, Route, TwoStageRoute
-from .row_layout import ParamSpan, RowLayout
-from .two_stages import CodedInTwoStages
-from .weighted_mean import Exchange, Largest, Plain, Standing
-from .wire import Meter, MeteredGroup
+from .mean import (
+    done,
+    gather_later,
+    mean_later,
+    mean_now,
+    one_tensor,
+    sum_later,
+)
+from .routes import (
+    Route,
+    RouteSetting,
+)
+from .row_layout import (
+    ParamSpan,
+    RowLayout,
+)
+from .weighted_mean import (
+    Exchange,
+    Largest,
+    Standing,
+    WeightedMean,
+)
+from .wire import (
+    Meter,
+    MeteredGroup,
+)
 
 __all__ = [
     "Bf16",
     "Chain",
     "Codec",
-    "Coded",
-    "CodedInTwoStages",
+    "CodedMean",
     "Encoded",
+    "Encodes",
     "Exchange",
-    "FactorRoute",
     "FlatBuffer",
-    "FlatCodec",
     "Fp8",
     "Fp16",
     "Fp32",
-    "GatherRoute",
+    "FutureJourney",
     "Held",
     "Int8",
     "JobLane",
-    "Journey",
     "Largest",
     "LowRankPlan",
     "MatrixBatch",
     "Meter",
     "MeteredGroup",
     "ParamSpan",
-    "Plain",
     "PowerSGD",
     "Route",
+    "RouteSetting",
     "RowCodec",
     "RowLayout",
     "Seeds",
     "Sign",
     "Standing",
     "TopK",
-    "TwoStageRoute",
-    "check_codec",
+    "WeightedMean",
+    "as_codec",
     "copy_all",
     "cut_evenly",
     "done",
     "gather_later",
+    "group_for_buffers",
+    "is_codec",
     "is_dense",
     "is_plain",
+    "local_values",
     "mean_later",
     "mean_now",
     "memory_like",
     "memory_of",
     "move_into",
-    "numbers",
     "one_tensor",
     "orthonormal",
-    "pack",
     "plan_low_rank",
     "random_columns",
     "shaped_like",

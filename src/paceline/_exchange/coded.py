@@ -1,186 +1,104 @@
-"""Coded: an exchange that makes its buffer smaller on the way.
+"""CodedMean: the weighted mean of a buffer that travels encoded.
 
-Every rank encodes its buffer, gathers what the others encoded, and adds it all up in the order of
-ranks. So all ranks end with the same bits, and numbers are rounded once, whatever their number.
+What ``weighted_mean.py`` sends as it is goes along a route of its codec here. Ranks are weighted,
+and how they stand travels at the end of the buffer, as it is.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import Work
-from torch.nn import functional as F
 
-from ..errors import AveragingTypeError
 from ..groups import Group
-from .weighted_mean import HEAD, NOBODY, Pending, Standing
+from .codecs import Codec
+from .feedback import Held
+from .journey import Journey
+from .routes import Route, RouteSetting
+from .row_layout import ParamSpan, RowLayout
+from .weighted_mean import HEAD, NOBODY, Pending, Standing, WeightedMean
+from .wire import Meter, MeteredGroup
 
-_ALIGNED = 8  # bytes; a stretch of a message is read as numbers where it lies
-_DRAWS = 1 << 32  # more than a codec makes
-
-
-class FlatCodec(Protocol):
-    """What makes a flat tensor smaller; those of :mod:`paceline.hooks` do."""
-
-    def encode(self, tensor: Tensor) -> Any:
-        """The tensor in fewer bytes: a dataclass with ``parts``, which are tensors by name.
-
-        Their sizes depend on the tensor's size only.
-        """
-
-    def decode(self, encoded: Any) -> Tensor:
-        """The tensor again, as well as can be."""
+_VALUES = "values"
 
 
-def check_codec(codec: object) -> None:
-    """Refuse what is none."""
-    if not all(callable(getattr(codec, name, None)) for name in ("encode", "decode")):
-        raise AveragingTypeError(
-            f"codec: expected an object with encode and decode, got {type(codec).__name__}.",
-            "paceline.hooks has some, for instance Int8().",
-        )
-
-
-class Coded:
-    """The buffer travels encoded.
+class CodedMean(WeightedMean):
+    """The buffer travels encoded; as it is where the codec gains nothing by flat tensors.
 
     With ``error_feedback`` what encoding loses is added to the next exchange; it is this rank's
-    own. Numbers that are not finite are sent, and not fed back.
+    own. Numbers that are not finite are sent, and not fed back. ``one_stage``: other exchanges may
+    be begun before this one is awaited, so all its collectives begin at once.
     """
 
-    def __init__(self, group: Group, codec: FlatCodec, *, error_feedback: bool) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group, codec: Codec, *, error_feedback: bool, one_stage: bool
+    ) -> None:
+        super().__init__(group)
         self._codec = copy.deepcopy(codec)  # its state is of one buffer
-        if hasattr(codec, "state_dict"):
-            self.load_state_dict({"codec": codec.state_dict()})
-        self._feedback = error_feedback
-        self._lost: Tensor | None = None
+        self._feedback, self._one_stage = error_feedback, one_stage
+        self._lost: Held = {}  # by this rank's own encoding
+        self._lost_of_means: Held = {}  # by this rank's encoding of averages, for all
+        self._step = 0
 
     def start(self, buffer: Tensor, standing: Standing) -> Pending:
-        """One all-gather."""
-        values = self._corrected(buffer[:-HEAD], standing)
-        encoded = self._codec.encode(values)
-        if standing.weight:
-            self._keep_lost(values, self._decode(encoded, values))
-        own = message_of(standing, encoded)
-        everyone = own.new_empty(self.group.size() * own.numel())
-        work = self.group.all_gather_single(everyone, own, async_op=True)
-        return _Gathered(self, work, everyone, buffer, encoded)
+        """Encode what is to be averaged, with what was lost before, and send it."""
+        size = buffer.numel() - HEAD
+        if not size or not self._codec.gains((size,)):
+            return super().start(buffer, standing)
+        buffer[-HEAD:] = standing.row(buffer.dtype, buffer.device)
+        steps = self._route(buffer).travel(buffer, self._step, share=standing.weight, now=False)
+        self._step += 1
+        return _UnderWay(Journey(steps), buffer)
 
-    def add_up(self, everyone: Tensor, like: Any, buffer: Tensor) -> Standing:
-        """Let the buffer be the mean of what the messages say."""
-        values = buffer[:-HEAD].zero_()
-        total = weighted_sum(everyone.chunk(self.group.size()), like, self._codec, values)
-        if total.weight:
-            values.div_(total.weight)
-        return total
-
-    def _corrected(self, values: Tensor, standing: Standing) -> Tensor:
-        """What to encode: with what was lost before, or zeros, which nobody will decode."""
-        if not standing.weight:
-            return values.zero_()
-        return values if self._lost is None else values.add_(self._lost)
-
-    def _keep_lost(self, values: Tensor, decoded: Tensor) -> None:
-        if self._feedback:
-            self._lost = without_nonsense(values - decoded[: values.numel()])
-
-    def _decode(self, encoded: Any, like: Tensor) -> Tensor:
-        return self._codec.decode(encoded).reshape(-1).to(like.dtype)
+    def _route(self, buffer: Tensor) -> Route:
+        """Made for each exchange: they are rare, and a route's messages take room."""
+        size = buffer.numel() - HEAD
+        spans = ParamSpan(_VALUES, 0, (size,), 0), ParamSpan("standing", 1, (HEAD,), size)
+        layout = RowLayout(spans[:1], spans[1:], self._codec.block)
+        line = MeteredGroup(self.group, Meter(), buffer.device)
+        held = self._lost if self._feedback else None
+        setting = RouteSetting(
+            layout, line, buffer, held, self._lost_of_means, True, self._one_stage
+        )
+        return self._codec.route(setting)
 
     def state_dict(self) -> dict[str, Any]:
-        """What encoding has lost so far, and what the codec keeps."""
-        keeps = getattr(self._codec, "state_dict", dict)
-        return {"lost": self._lost, "codec": keeps()}
+        """What encoding has lost so far, what the codec keeps, how many exchanges there were."""
+        lost, here = self._lost.get(_VALUES), self._lost_of_means.get(_VALUES)
+        return {
+            "lost": None if lost is None else lost.clone(),
+            "lost_here": None if here is None else here.clone(),
+            "codec": self._codec.state_dict(),
+            "step": self._step,
+            "ranks": self.group.size(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        lost = state.get("lost")
-        self._lost = None if lost is None else lost.clone()
+        """Go on from there; among another number of ranks without what belongs to their parts."""
+        same = state.get("ranks") == self.group.size()
+        self._lost = _held(state.get("lost"))
+        self._lost_of_means = _held(state.get("lost_here") if same else None)
+        self._step = int(state.get("step", 0))
         if state.get("codec"):
-            self._codec.load_state_dict(_of_rank(state["codec"], self.group.rank()))  # type: ignore[attr-defined]
+            self._codec.load_state_dict(state["codec"])
 
 
-class _Gathered:
-    """An all-gather under way."""
+class _UnderWay:
+    """A buffer on its way."""
 
-    def __init__(
-        self, exchange: Coded, work: Work, everyone: Tensor, buffer: Tensor, like: Any
-    ) -> None:
-        self._parts = exchange, work, everyone, buffer, like
-        self._standing: Standing | None = None
+    def __init__(self, journey: Journey, buffer: Tensor) -> None:
+        self._journey: Journey | None = journey
+        self._buffer = buffer
+        self._standing = NOBODY
 
     def wait(self) -> Standing:
-        if self._standing is None:
-            exchange, work, everyone, buffer, like = self._parts
-            work.wait()
-            self._standing = exchange.add_up(everyone, like, buffer)
+        if self._journey is not None:
+            self._journey.wait()
+            self._standing = Standing(*self._buffer[-HEAD:].tolist())
+            self._journey = None
         return self._standing
 
 
-def _of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A codec's state, such that it rounds otherwise than on other ranks, if at random.
-
-    If all ranks rounded up and down at the same places, their errors would not cancel.
-    """
-    if "draws" not in state:  # how often it did
-        return state
-    return {**state, "draws": state["draws"] % _DRAWS + rank * _DRAWS}
-
-
-def message_of(standing: Standing, encoded: Any) -> Tensor:
-    """What one rank sends: how it stands, then what it encoded."""
-    parts = tensors_of(encoded)
-    return to_bytes([standing.row(torch.float64, parts[0].device), *parts])
-
-
-def weighted_sum(messages: Sequence[Tensor], like: Any, codec: FlatCodec, out: Tensor) -> Standing:
-    """Add what the messages say, times their weights, to ``out``; how their ranks stood.
-
-    A message of weight 0 is not looked at.
-    """
-    total = NOBODY
-    for message in messages:
-        standing = Standing(*message[: _ALIGNED * HEAD].view(torch.float64).tolist())
-        if standing.weight:
-            parts = from_bytes(message[_ALIGNED * HEAD :], tensors_of(like))
-            decoded = codec.decode(with_tensors(like, parts))
-            out.add_(decoded.reshape(-1).to(out.dtype), alpha=standing.weight)
-        total += standing
-    return total
-
-
-def without_nonsense(lost: Tensor) -> Tensor:
-    """What is not finite is not sent again: it would be there for ever."""
-    return torch.nan_to_num_(lost, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def tensors_of(encoded: Any) -> list[Tensor]:
-    """The tensors that an encoded one consists of, in order."""
-    return list(encoded.parts.values())
-
-
-def with_tensors(like: Any, tensors: Sequence[Tensor]) -> Any:
-    """An encoded tensor like the given one, of other numbers."""
-    return dataclasses.replace(like, parts=dict(zip(like.parts, tensors, strict=True)))
-
-
-def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """One message of them all."""
-    parts = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-    return torch.cat([F.pad(part, (0, -part.numel() % _ALIGNED)) for part in parts])
-
-
-def from_bytes(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a message, which have the shapes and types of those in ``like``."""
-    sizes = [t.numel() * t.element_size() for t in like]
-    parts = message.split([size + -size % _ALIGNED for size in sizes])
-    return [
-        part[:size].view(t.dtype).view(t.shape)
-        for part, size, t in zip(parts, sizes, like, strict=True)
-    ]
+def _held(lost: Tensor | None) -> Held:
+    return {} if lost is None else {_VALUES: lost.clone()}

@@ -30,8 +30,8 @@ class Feedback:
         self._fillers = layout.fillers(self.rows)
         self._keeps = held is not None
         if held is not None:
-            for piece, stretch in zip(layout.large, self.stretches, strict=True):
-                take_over(held, piece.name, stretch)
+            for span, stretch in zip(layout.large, self.stretches, strict=True):
+                take_over(held, span.name, stretch)
 
     def add(self, gradients: Sequence[Tensor]) -> Tensor:
         """The rows to encode: these gradients, and what is left."""

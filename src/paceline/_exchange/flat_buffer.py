@@ -1,4 +1,4 @@
-"""Pieces: tensors that are exchanged together, in one flat buffer."""
+"""FlatBuffer: tensors that are exchanged together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CAP_BYTES = 25 * MIB  # of one buffer, unless a single tensor is larger
 _WIDE = (torch.float32, torch.float64)
 
 
-def numbers(tensor: Tensor) -> Tensor:
-    """What a parameter holds here, as real numbers outside of autograd.
+def local_values(tensor: Tensor) -> Tensor:
+    """The values that this rank holds of a parameter, as real numbers outside of autograd.
 
     Complex numbers are pairs; of a DTensor it is this rank's part.
     """
@@ -34,7 +34,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _WIDE else torch.float32
 
 
-def pack(tensors: Iterable[Tensor], cap_bytes: int = CAP_BYTES) -> list[list[Tensor]]:
+def group_for_buffers(tensors: Iterable[Tensor], cap_bytes: int = CAP_BYTES) -> list[list[Tensor]]:
     """Cut a list of tensors into lists that can share a buffer, in order.
 
     One buffer holds one type on one device, and is closed by the tensor that makes it reach the
@@ -43,7 +43,7 @@ def pack(tensors: Iterable[Tensor], cap_bytes: int = CAP_BYTES) -> list[list[Ten
     packed: list[list[Tensor]] = []
     open_ones: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        held = numbers(tensor)
+        held = local_values(tensor)
         kind = held.device, wire_dtype(held.dtype)
         members, size = open_ones.pop(kind, ([], 0))
         if not members:
@@ -84,7 +84,7 @@ class FlatBuffer:
 
     def held(self) -> list[Tensor]:
         """What the tensors hold now; not kept, since a script may give them other memory."""
-        return [numbers(t) for t in self.tensors]
+        return [local_values(t) for t in self.tensors]
 
     def fill(self) -> None:
         """Write into ``views`` what is to be averaged."""

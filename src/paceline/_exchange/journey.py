@@ -1,9 +1,8 @@
-"""A bucket on its way: what it waits for, and the future of those who wait for it."""
+"""A buffer on its way: what it waits for, and the future of those who wait for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,42 +10,45 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 
-@dataclass(eq=False)
 class Journey:
-    """A bucket on its way."""
+    """A buffer on its way along a route. Made, it has gone until there is something to wait for."""
 
-    steps: Iterator[Sequence[TorchWork]]
-    works: Sequence[TorchWork]
-    gate: Future[None]
-    future: Future[Tensor]
-    error: BaseException | None = None
-
-    @classmethod
-    def begin(cls, steps: Iterator[Sequence[TorchWork]], buffer: Tensor) -> Journey:
-        """Go until there is something to wait for."""
-        devices: list[Any] = [] if buffer.device.type == "cpu" else [buffer.device]
-        gate: Future[None] = Future(devices=devices)
-        works = next(steps)
-        journey = cls(steps, works, gate, gate)  # type: ignore[arg-type]
-
-        # An error must be raised in a callback: set on the future itself, it would crash C++.
-        def result(_gate: Future[None]) -> Tensor:
-            if journey.error is not None:
-                raise journey.error
-            return buffer
-
-        journey.future = gate.then(result)
-        return journey
+    def __init__(self, steps: Iterator[Sequence[TorchWork]]) -> None:
+        self._steps = steps
+        self._works: Sequence[TorchWork] = next(steps, ())
 
     def advance(self) -> bool:
         """Wait, and go on to the next wait; False at the end."""
-        for work in self.works:
+        for work in self._works:
             work.wait()
-        works = next(self.steps, None)
-        self.works = works or ()
+        works = next(self._steps, None)
+        self._works = works or ()
         return works is not None
+
+    def wait(self) -> None:
+        """Go to the end."""
+        while self.advance():
+            pass
+
+
+class FutureJourney(Journey):
+    """A bucket's journey, and a future of its buffer."""
+
+    def __init__(self, steps: Iterator[Sequence[TorchWork]], buffer: Tensor) -> None:
+        super().__init__(steps)
+        devices: list[Any] = [] if buffer.device.type == "cpu" else [buffer.device]
+        self._gate: Future[None] = Future(devices=devices)
+        self._error: BaseException | None = None
+
+        # An error must be raised in a callback: set on the future itself, it would crash C++.
+        def result(_gate: Future[None]) -> Tensor:
+            if self._error is not None:
+                raise self._error
+            return buffer
+
+        self.future: Future[Tensor] = self._gate.then(result)
 
     def end(self, error: BaseException | None) -> None:
         """Let those who wait for it know."""
-        self.error = error
-        self.gate.set_result(None)
+        self._error = error
+        self._gate.set_result(None)

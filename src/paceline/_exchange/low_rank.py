@@ -92,6 +92,16 @@ def orthonormal(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
     return found
 
 
+def left_factors(matrices: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
+    """``P = M Q`` for each matrix, or batch of them; linear, so ranks may average it."""
+    return [m @ q for m, q in zip(matrices, starts, strict=True)]
+
+
+def right_factors(matrices: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Tensor]:
+    """``Q = Mᵀ P`` for each, where all ranks have the same orthonormal ``P``; linear as well."""
+    return [m.mT @ p for m, p in zip(matrices, lefts, strict=True)]
+
+
 def widened(tensor: Tensor) -> Tensor:
     """The tensor in a type that one can compute in."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor

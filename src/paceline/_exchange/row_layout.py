@@ -36,17 +36,17 @@ class RowLayout:
 
     @classmethod
     def of(
-        cls, pieces: Sequence[ParamSpan], block: int, encodes: Callable[[ParamSpan], bool]
+        cls, spans: Sequence[ParamSpan], block: int, encodes: Callable[[ParamSpan], bool]
     ) -> RowLayout:
         """Those that ``encodes`` says yes to are large."""
-        large = tuple(piece for piece in pieces if encodes(piece))
-        small = tuple(piece for piece in pieces if not encodes(piece))
+        large = tuple(span for span in spans if encodes(span))
+        small = tuple(span for span in spans if not encodes(span))
         return cls(large, small, block)
 
     @cached_property
     def counts(self) -> list[int]:
         """How many rows each large parameter has."""
-        return [-(-piece.numel // self.block) for piece in self.large]
+        return [-(-span.numel // self.block) for span in self.large]
 
     @property
     def rows(self) -> int:
@@ -56,24 +56,24 @@ class RowLayout:
     @property
     def spare(self) -> int:
         """How many elements the small parameters have."""
-        return sum(piece.numel for piece in self.small)
+        return sum(span.numel for span in self.small)
 
     def stretches(self, rows: Tensor) -> list[Tensor]:
         """Each large parameter's elements in ``rows``, flat, without what fills its last row."""
         parts = rows.view(-1).split([count * self.block for count in self.counts])
-        return [part[: piece.numel] for part, piece in zip(parts, self.large, strict=True)]
+        return [part[: span.numel] for part, span in zip(parts, self.large, strict=True)]
 
     def fillers(self, rows: Tensor) -> list[Tensor]:
         """What only fills rows up."""
         parts = rows.view(-1).split([count * self.block for count in self.counts])
-        ends = [part[piece.numel :] for part, piece in zip(parts, self.large, strict=True)]
+        ends = [part[span.numel :] for part, span in zip(parts, self.large, strict=True)]
         return [end for end in ends if end.numel()]
 
     def labels(self) -> Tensor:
         """A number for each row, which it has in every layout."""
         rows = [
-            torch.arange(count) + (piece.number << 32)
-            for piece, count in zip(self.large, self.counts, strict=True)
+            torch.arange(count) + (span.number << 32)
+            for span, count in zip(self.large, self.counts, strict=True)
         ]
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
@@ -83,9 +83,9 @@ class RowLayout:
         return ((labels >> 32) + (labels & 0xFFFFFFFF)) % ranks
 
 
-def spans_of(buffer: Tensor, pieces: Sequence[ParamSpan]) -> list[Tensor]:
-    """The pieces' stretches of a bucket's buffer, flat."""
-    return [buffer[piece.start : piece.start + piece.numel] for piece in pieces]
+def spans_of(buffer: Tensor, spans: Sequence[ParamSpan]) -> list[Tensor]:
+    """The spans' stretches of a bucket's buffer, flat."""
+    return [buffer[span.start : span.start + span.numel] for span in spans]
 
 
 @dataclass(frozen=True)

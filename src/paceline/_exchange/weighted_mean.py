@@ -5,8 +5,8 @@ it (:class:`Standing`). So the sum of the weights comes with the sum of the valu
 collective, and the mean is ``sum(w_r * x_r) / sum(w_r)``. A rank of weight 0 sends zeros, whatever
 it holds, NaN included.
 
-``coded.py`` has the one that makes buffers smaller on the way. Either way every rank ends with the
-same bits.
+``coded.py`` has the one whose buffers travel encoded. Either way every rank ends with the same
+bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Standing:
     failed: float = 0.0  # 1: it leaves with an error
 
     def row(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same as numbers."""
+        """Its three numbers, as a tensor."""
         return torch.tensor(astuple(self), dtype=dtype, device=device)
 
     def __add__(self, other: Standing) -> Standing:
@@ -78,7 +78,7 @@ class Arrived:
         return self._standing
 
 
-class Plain:
+class WeightedMean:
     """The buffer travels as it is."""
 
     def __init__(self, group: Group) -> None:
@@ -120,7 +120,7 @@ class _Summed:
         return self._standing
 
 
-class Largest(Plain):
+class Largest(WeightedMean):
     """For whole numbers, such as a count of batches: they become their largest over the ranks."""
 
     def start(self, buffer: Tensor, standing: Standing) -> Pending:
@@ -130,7 +130,7 @@ class Largest(Plain):
 
 
 class _Maximal:
-    """The same under way."""
+    """An all-reduce of maxima under way."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

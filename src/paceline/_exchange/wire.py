@@ -10,48 +10,67 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import Work as TorchWork
 
+from ..errors import CodecStateError
 from ..groups import FINISHED, Group
-from .codecs.codec import Parts, RowCodec
 
 _ALIGNED = 16  # bytes: parts begin where numbers of any type may
 
 
 @dataclass(frozen=True)
 class Field:
-    """A part's place in a message."""
+    """A tensor's place in a message."""
 
     name: str
     dtype: torch.dtype
-    columns: int
+    shape: torch.Size
     start: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where named tensors lie in a message of bytes."""
+
+    fields: tuple[Field, ...]
     nbytes: int
 
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor]) -> Frame:
+        """For tensors of these names, shapes and types."""
+        fields, at = [], 0
+        for name, part in parts.items():
+            fields.append(Field(name, part.dtype, part.shape, at))
+            at += -(-fields[-1].nbytes // _ALIGNED) * _ALIGNED
+        return cls(tuple(fields), at)
 
-class Frame:
-    """Parts of so many rows as one message of bytes, and ``extra`` bytes behind them."""
-
-    def __init__(self, codec: RowCodec, rows: int, width: int, extra: int = 0) -> None:
-        self.fields: list[Field] = []
-        self.rows, at = rows, 0
-        for name, (dtype, columns) in codec.columns(width).items():
-            nbytes = rows * columns * dtype.itemsize
-            self.fields.append(Field(name, dtype, columns, at, nbytes))
-            at += -(-nbytes // _ALIGNED) * _ALIGNED
-        self.extra = slice(at, at + extra)
-        self.nbytes = at + -(-extra // _ALIGNED) * _ALIGNED
+    def room(self, count: int, device: torch.device) -> Tensor:
+        """Memory for so many messages, one in each row."""
+        return torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
 
     def write(self, message: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Put ``parts`` where :meth:`read` finds them."""
         for field in self.fields:
-            self._place(message, field).copy_(parts[field.name])
+            part = parts[field.name]
+            if (part.shape, part.dtype) != (field.shape, field.dtype):
+                raise CodecStateError(
+                    f"Part {field.name} of a message is {part.dtype} of shape {list(part.shape)}; "
+                    f"ranks read it as {field.dtype} of shape {list(field.shape)}, as in the first.",
+                    "Let the codec's parts depend on the shape of what it encodes alone.",
+                )
+            _place(message, field).copy_(part)
 
-    def read(self, message: Tensor) -> Parts:
+    def read(self, message: Tensor) -> dict[str, Tensor]:
         """The parts, as views of the message."""
-        return {field.name: self._place(message, field) for field in self.fields}
+        return {field.name: _place(message, field) for field in self.fields}
 
-    def _place(self, message: Tensor, field: Field) -> Tensor:
-        stretch = message[field.start : field.start + field.nbytes]
-        return stretch.view(field.dtype).view(self.rows, field.columns)
+
+def _place(message: Tensor, field: Field) -> Tensor:
+    stretch = message[field.start : field.start + field.nbytes]
+    return stretch.view(field.dtype).view(field.shape)
 
 
 @dataclass(eq=False)

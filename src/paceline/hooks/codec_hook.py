@@ -13,8 +13,8 @@ an order that does not depend on which of them ends first, and decoding does not
 the backward pass.
 
 **Errors.** What encoding loses is kept on this rank and sent with the next gradients
-(``codecs/memory.py``), by parameter, so buckets may be laid out anew. Gradients that ``ddp.weight``
-has weighed are encoded as they are weighed, and what is left of them is weighed anew in the next
+(``_exchange/feedback.py``), by parameter, so buckets may be laid out anew. Gradients that
+``ddp.weight`` has weighted are encoded so, and what is left of them is weighted anew in the next
 pass. A rank that only stands in, with weight 0, keeps what it has.
 """
 
@@ -31,18 +31,17 @@ from torch.distributed import Work as TorchWork
 
 from .._exchange import (
     Codec,
-    FactorRoute,
-    GatherRoute,
+    Encodes,
+    FutureJourney,
     Held,
-    Journey,
     Meter,
     MeteredGroup,
     ParamSpan,
-    PowerSGD,
     Route,
-    RowCodec,
+    RouteSetting,
     RowLayout,
-    TwoStageRoute,
+    as_codec,
+    is_codec,
 )
 from .._reducer import GradBucket, local
 from ..errors import CodecMismatchError, CodecSettingError, CodecStateError
@@ -63,7 +62,7 @@ class CodecHook:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Encodes,
         process_group: ProcessGroup | None = None,
         *,
         error_feedback: bool = True,
@@ -88,7 +87,7 @@ class CodecHook:
         self._agreed = False
         self._known: dict[int, tuple[int, str, Tensor]] = {}  # id → number, name, the parameter
         self._routes: dict[tuple[str, ...], Route] = {}
-        self._journeys: list[Journey] = []
+        self._journeys: list[FutureJourney] = []
         self._within = False  # a pass
 
     # -- use ----------------------------------------------------------------------------------
@@ -111,15 +110,16 @@ class CodecHook:
 
     __call__ = reduce
 
-    def change(self, codec: Codec) -> None:
+    def change(self, codec: Encodes) -> None:
         """Use another codec from the next pass on; every rank calls it between the same passes.
 
         What was lost by the old one is still sent. When ranks want different codecs, all raise and
         all stay with the one they have.
         """
         self._between_passes("change")
-        self._agree(_checked(codec))
-        self.codec = codec
+        wanted = _checked(codec)
+        self._agree(wanted)
+        self.codec = wanted
         self._start_over()
 
     @property
@@ -193,12 +193,12 @@ class CodecHook:
 
     # -- a pass -------------------------------------------------------------------------------
 
-    def _begin(self, bucket: GradBucket) -> Journey:
+    def _begin(self, bucket: GradBucket) -> FutureJourney:
         if not self._within:
             self._within = True
             self._abandon()
             self._connect()
-            self._weigh(_weight_of(bucket))
+            self._reweight(_weight_of(bucket))
             if self.step == self.warm_up:  # from now on some parameters are large
                 self._routes.clear()
             if not self._agreed:
@@ -206,19 +206,17 @@ class CodecHook:
         line, buffer = self._connect(), bucket.buffer()
         if buffer.is_sparse:
             steps = _sparse(line, buffer)
-            journey = Journey.begin(steps, buffer)
         else:
             self._meter.plain += line.plain_bytes(buffer)
-            route = self._route(bucket)
             alone = bucket.is_last() and not self._journeys
-            silent = _weight_of(bucket) == 0
-            steps = route.travel(buffer, self.step, now=alone, silent=silent)
-            journey = Journey.begin(steps, buffer)
+            share = float(_weight_of(bucket) != 0)  # gradients come multiplied by their weight
+            steps = self._route(bucket).travel(buffer, self.step, share=share, now=alone)
+        journey = FutureJourney(steps, buffer)
         self._journeys.append(journey)
         return journey
 
-    def _weigh(self, weight: float) -> None:
-        """Weigh what is left as the gradients that come now."""
+    def _reweight(self, weight: float) -> None:
+        """Multiply what is left by the weight of the gradients that come now."""
         if weight not in (0.0, self._weight):
             for held in (*self.residuals.values(), *self._owned.values()):
                 held.mul_(weight / self._weight)
@@ -247,41 +245,37 @@ class CodecHook:
     # -- buckets ------------------------------------------------------------------------------
 
     def _route(self, bucket: GradBucket) -> Route:
-        pieces = self._pieces(bucket)
-        names = tuple(piece.name for piece in pieces)
+        spans = self._spans(bucket)
+        names = tuple(span.name for span in spans)
         if names not in self._routes:
             old = [key for key in self._routes if not set(key).isdisjoint(names)]
-            route = self._make_route(pieces, bucket.buffer())  # takes over what the old ones hold
+            route = self._make_route(spans, bucket.buffer())  # takes over what the old ones hold
             for key in old:
                 del self._routes[key]
             self._routes[names] = route
         return self._routes[names]
 
-    def _pieces(self, bucket: GradBucket) -> list[ParamSpan]:
-        pieces, at = [], 0
+    def _spans(self, bucket: GradBucket) -> list[ParamSpan]:
+        spans, at = [], 0
         for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(param) not in self._known:
                 number = len(self._known)
                 self._known[id(param)] = number, str(number), param
             number, name, _ = self._known[id(param)]
-            pieces.append(ParamSpan(name, number, tuple(gradient.shape), at))
+            spans.append(ParamSpan(name, number, tuple(gradient.shape), at))
             at += gradient.numel()
-        return pieces
+        return spans
 
-    def _make_route(self, pieces: Sequence[ParamSpan], like: Tensor) -> Route:
-        line, codec = self._connect(), self.codec
+    def _make_route(self, spans: Sequence[ParamSpan], like: Tensor) -> Route:
+        codec = self.codec
+        layout = RowLayout.of(
+            spans, codec.block, lambda span: self._large(span) and codec.gains(span.shape)
+        )
         held = self.residuals if self.error_feedback else None
-        if isinstance(codec, PowerSGD):
-            layout = RowLayout.of(pieces, 1, lambda p: self._large(p) and codec.gains(p.shape))
-            return FactorRoute(codec, layout, line, held, like)
-        assert isinstance(codec, RowCodec)
-        layout = RowLayout.of(pieces, codec.block, self._large)
-        if line.ranks <= 2 or not codec.dense or not layout.large:
-            return GatherRoute(codec, layout, line, held, like)
-        return TwoStageRoute(codec, layout, line, held, like, self._owned)
+        return codec.route(RouteSetting(layout, self._connect(), like, held, self._owned))
 
-    def _large(self, piece: ParamSpan) -> bool:
-        return self.step >= self.warm_up and piece.numel >= max(self.small, 1)
+    def _large(self, span: ParamSpan) -> bool:
+        return self.step >= self.warm_up and span.numel >= max(self.small, 1)
 
     # -- the group ----------------------------------------------------------------------------
 
@@ -292,8 +286,7 @@ class CodecHook:
         if self._line is None or self._line.source is not given or not self._line.current:
             if self._line is not None:
                 self._start_over()
-                if isinstance(self.codec, PowerSGD):
-                    self.codec.restart()
+                self.codec.restart()
             self._line = MeteredGroup(given, self._meter, self._device())
         return self._line
 
@@ -315,8 +308,7 @@ class CodecHook:
     def _start_over(self) -> None:
         """Lay everything out anew. What belonged to the old layout of ranks is sent from here."""
         for route in self._routes.values():
-            if isinstance(route, TwoStageRoute):
-                route.hand_over(self.residuals)
+            route.hand_over(self.residuals)
         self._routes.clear()
         self._owned.clear()
 
@@ -334,7 +326,7 @@ def run_codec_hook(hook, bucket):  # type: ignore[no-untyped-def]
 
 
 def _weight_of(bucket: Any) -> float:
-    """What gradients were multiplied by; torch's own wrapper does not weigh them."""
+    """What gradients were multiplied by; torch's own wrapper has no weights."""
     return float(getattr(bucket, "weight", 1.0))
 
 
@@ -348,10 +340,10 @@ def _sparse(line: MeteredGroup, buffer: Tensor) -> Iterator[Sequence[TorchWork]]
     yield [work]
 
 
-def _checked(codec: Codec) -> Codec:
-    if not isinstance(codec, RowCodec | PowerSGD):
+def _checked(codec: Encodes) -> Codec:
+    if not is_codec(codec):
         raise CodecSettingError(
             f"CodecHook({type(codec).__name__})",
-            "the codec is one of paceline.hooks, a chain of them, or a RowCodec of yours",
+            "the codec is one of paceline.hooks, a chain of them, or has encode and decode",
         )
-    return codec
+    return as_codec(codec)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchAverager
 
-from .._exchange import FlatBuffer, Plain, Standing, pack
+from .._exchange import FlatBuffer, Standing, WeightedMean, group_for_buffers
 from ..errors import AveragingArgumentError, UnsupportedParametersError
 from ..groups import Group, group_or_default
 
@@ -45,7 +45,7 @@ def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGro
     if tensors[0].device.type != "cpu":
         torch.accelerator.synchronize()  # two NCCL groups must not be at work at a time
     group = Group.wrap(group_or_default(process_group), tensors[0].device)
-    pieces = [FlatBuffer(part, Plain(group)) for part in pack(tensors)]
+    pieces = [FlatBuffer(part, WeightedMean(group)) for part in group_for_buffers(tensors)]
     for piece in pieces:
         piece.start(Standing(1.0))
     for piece in pieces:

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import DistributedDataParallel, Group, Join
-from paceline._exchange import CodedInTwoStages, Standing, cut_evenly
-from paceline._exchange.coded import Coded, from_bytes, to_bytes
+from paceline._exchange import CodedMean, Standing, cut_evenly
 from paceline.errors import (
     AveragingArgumentError,
     AveragingTypeError,
@@ -28,7 +27,7 @@ from paceline.errors import (
     RoundsMismatchError,
     RoundsStateError,
 )
-from paceline.hooks import Fp8, Fp16, Int8, Sign, TopK
+from paceline.hooks import Fp8, Fp16, Int8, RowCodec, Sign, TopK
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.rounds.schedule import RoundSchedule
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -261,15 +260,6 @@ def test_two_ranks_that_are_steps_apart_do_not_wait_within_the_overlap() -> None
     assert_all_equal(run_ranks(2, one_rank))
 
 
-@pytest.mark.parametrize("shapes", [[(3,), (2, 2)], [(0,), (5,)], [(1,)]])
-def test_messages_come_back_as_what_they_were(shapes: list[tuple[int, ...]]) -> None:
-    kinds = [torch.uint8, torch.float64, torch.bfloat16]
-    sent = [torch.ones(shape, dtype=kind) * 7 for shape in shapes for kind in kinds]
-    for tensor, found in zip(sent, from_bytes(to_bytes(sent), sent), strict=True):
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
-
-
 def test_a_codec_sends_less_and_stays_near() -> None:
     def one_rank(group: Group, codec: Any) -> tuple[Any, int]:
         model = plain(dtype=torch.float32)
@@ -381,8 +371,8 @@ def test_our_codecs_leave_all_ranks_with_the_same_bits(name: str, ranks: int, ov
 def test_the_mean_through_int8_is_near_the_mean(ranks: int) -> None:
     """Over two stages and over one, with weights, and a rank that says nothing."""
 
-    def one_rank(group: Group, kind: Any) -> tuple[Tensor, Standing, Standing]:
-        exchange = kind(group, Int8(), error_feedback=False)
+    def one_rank(group: Group, one_stage: bool) -> tuple[Tensor, Standing, Standing]:
+        exchange = CodedMean(group, Int8(), error_feedback=False, one_stage=one_stage)
         buffer = torch.empty(1003)
         buffer[:1000] = numbers(group.rank())
         said = exchange.start(buffer, Standing(float(group.rank()))).wait()
@@ -394,8 +384,8 @@ def test_the_mean_through_int8_is_near_the_mean(ranks: int) -> None:
         return torch.randn(1000, generator=torch.Generator().manual_seed(rank))
 
     expected = sum(r * numbers(r) for r in range(ranks)) / sum(range(ranks))
-    for kind in (Coded, CodedInTwoStages):
-        found = run_ranks(ranks, lambda group, kind=kind: one_rank(group, kind))
+    for one_stage in (True, False):
+        found = run_ranks(ranks, lambda group, one_stage=one_stage: one_rank(group, one_stage))
         for mean, said, nothing in found:
             assert (said.weight > 0, said.active, said.failed) == (True, ranks, 0)
             assert (nothing.weight, nothing.active, nothing.failed) == (0, 0, 1)
@@ -409,7 +399,8 @@ def test_ranks_round_at_random_each_in_its_own_way() -> None:
     def one_rank(group: Group) -> Tensor:
         sent: list[Tensor] = []
         group.register_hooks(lambda call: sent.append(call.inputs[0].clone()))
-        Coded(group, Int8(), error_feedback=False).start(same.clone(), Standing(1.0)).wait()
+        exchange = CodedMean(group, Int8(), error_feedback=False, one_stage=True)
+        exchange.start(same.clone(), Standing(1.0)).wait()
         return sent[0]
 
     first, second = run_ranks(2, one_rank)
@@ -453,13 +444,14 @@ def test_the_second_stage_feeds_back_what_it_lost(feedback: bool) -> None:
     assert run_ranks(3, one_rank) == [3.0 if feedback else 0.0] * 3
 
 
-class Dense(Half):
+class Dense(RowCodec):
     """Rounds to whole numbers, each of which travels."""
 
-    dense = True
+    def pack(self, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        return {"values": rows.round()}
 
-    def encode(self, tensor: Tensor) -> Rounded:
-        return Rounded({"values": tensor.round()})
+    def unpack(self, parts: Mapping[str, Tensor], width: int) -> Tensor:
+        return parts["values"].clone()
 
 
 def test_bytes_are_those_of_data_parallel_training_divided_by_the_round() -> None:

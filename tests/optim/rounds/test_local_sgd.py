@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.testing import assert_close as close
 
 from paceline import DistributedDataParallel, Group, Join
-from paceline._exchange import cut_evenly, numbers, pack
+from paceline._exchange import cut_evenly, group_for_buffers, local_values
 from paceline.errors import (
     AveragingArgumentError,
     AveragingTypeError,
@@ -93,9 +93,9 @@ def test_runs_are_of_about_the_same_size() -> None:
 def test_buffers_hold_one_type_and_stay_near_the_cap() -> None:
     a, b = torch.ones(100), torch.ones(100)
     half, wide = torch.ones(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.float64)
-    assert pack([a, wide, half, b], 10_000) == [[a, half, b], [wide]]
-    assert pack([a, b, half], 401) == [[a, b], [half]]
-    assert pack([a, b], 1) == [[a], [b]]
+    assert group_for_buffers([a, wide, half, b], 10_000) == [[a, half, b], [wide]]
+    assert group_for_buffers([a, b, half], 401) == [[a, b], [half]]
+    assert group_for_buffers([a, b], 1) == [[a], [b]]
 
 
 # -- what it does --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_small_buffers_give_the_same_numbers_as_one() -> None:
     one = run_ranks(2, lambda g: one_rank(g, 25))
     many = run_ranks(2, lambda g: one_rank(g, 1e-4))
     assert_all_equal([weights for weights, _ in [*one, *many]])
-    assert one[0][1] == 4  # in each of two rounds: real numbers, whole numbers
+    assert one[0][1] == 4  # in each of two rounds: real local_values, whole local_values
     assert many[0][1] > 8
 
 
@@ -575,7 +575,7 @@ def with_sharded_parameters(meeting: Meeting) -> list[Any]:
                 x = distribute_tensor(x, mesh["shards"], [Replicate()])
             model(x).pow(2).mean().backward()
             opt.step()
-        found.append([numbers(p).clone() for p in model.parameters()])
+        found.append([local_values(p).clone() for p in model.parameters()])
     dist.destroy_process_group()
     return found
 

@@ -1,7 +1,7 @@
 """Codecs: what gradients look like while they travel. ``codec.py`` says what a codec is."""
 
 from .cast import Bf16, Fp8, Fp16, Fp32
-from .codec import Chain, Codec, Encoded, RowCodec
+from .codec import Chain, Codec, Encoded, Encodes, RowCodec, as_codec, is_codec
 from .int8 import Int8
 from .powersgd import PowerSGD
 from .sign import Sign
@@ -12,6 +12,7 @@ __all__ = [
     "Chain",
     "Codec",
     "Encoded",
+    "Encodes",
     "Fp8",
     "Fp16",
     "Fp32",
@@ -20,4 +21,6 @@ __all__ = [
     "RowCodec",
     "Sign",
     "TopK",
+    "as_codec",
+    "is_codec",
 ]

@@ -1,8 +1,14 @@
-"""Codec: what gradients look like while they travel.
+"""Codec: what tensors look like while they travel.
 
 A codec turns a tensor into a few named parts that take less room (``encode``) and back into a
-tensor that is close to it (``decode``). How close is its own business: what is lost is kept by the
-hook that uses it and sent with the next gradient (``codec_hook.py``).
+tensor that is close to it (``decode``). How close is its own business: what is lost is kept by
+whoever uses it and sent with the next tensor (``feedback.py``).
+
+**A codec of your own.** A class with ``encode`` and ``decode`` is one, and a ``repr`` that says all
+they depend on: ranks compare it. Each tensor is encoded for itself then, and the messages of all
+ranks go to all ranks. A subclass of :class:`Codec` may say more: what gains by it (``gains``), what
+it remembers, which route its messages take to a mean (``route``). A subclass of :class:`RowCodec`
+encodes all tensors of a bucket in one call. Nothing has to be registered.
 
 **Rows.** Most codecs cut a tensor into rows of ``block`` elements and encode each row by itself,
 all of them at once. So the result does not depend on which parameters share a bucket: buckets may
@@ -18,15 +24,18 @@ own place or in its whole row. It is never lost.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CodecSettingError, CodecStateError
-from .dither import mix
+from ..dither import mix
+from ..routes import Route, RouteSetting, row_route
+from ..row_layout import RowLayout
 
 Parts = dict[str, Tensor]
 State = dict[str, object]
@@ -46,18 +55,45 @@ class Encoded:
         return sum(part.nbytes for part in self.parts.values())
 
 
+class Encodes(Protocol):
+    """The least that a codec can be."""
+
+    def encode(self, tensor: Tensor) -> Any:
+        """The tensor in fewer bytes: a dataclass with ``parts``, which are tensors by name.
+
+        Their shapes and types depend on those of the tensor alone.
+        """
+
+    def decode(self, encoded: Any) -> Tensor:
+        """The tensor again, as well as can be."""
+
+
 class Codec(ABC):
     """Encodes tensors. Equal codecs on all ranks understand each other."""
 
-    main: str | None = None  # the part that a further codec may encode
+    block: int = 256  # elements; memory for what encoding loses is cut into rows so long
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> Encoded:
-        """The tensor in less room; ``tensor`` stays as it is."""
+        """The tensor in less room; ``tensor`` stays as it is.
+
+        The shapes and types of the parts depend on those of ``tensor`` alone.
+        """
 
     @abstractmethod
     def decode(self, encoded: Encoded) -> Tensor:
         """A tensor close to the one that was encoded, of its shape and type."""
+
+    def gains(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is worth encoding; others travel as they are."""
+        return True
+
+    def route(self, setting: RouteSetting) -> Route:
+        """How buckets travel to their mean: unless it knows better, all messages to all ranks."""
+        return row_route(EachByItself(self, setting.layout), setting, dense=False)
+
+    def restart(self) -> None:  # noqa: B027 - most have nothing to forget
+        """Forget what was learned together with other ranks; some of them are new."""
 
     def state_dict(self) -> State:
         """What the next ``encode`` depends on besides its argument."""
@@ -70,17 +106,83 @@ class Codec(ABC):
 
     def __or__(self, after: Codec) -> Codec:
         """This codec, and ``after`` for its main part."""
-        if not isinstance(self, RowCodec) or not isinstance(after, RowCodec):
-            raise CodecSettingError(
-                f"{self} | {after}", "both work on rows", "Use one of them alone."
-            )
-        return Chain(self, after)
+        raise CodecSettingError(f"{self} | {after}", "both work on rows", "Use one of them alone.")
+
+    def __repr__(self) -> str:
+        """All that encoding depends on, which ranks compare: here, the public attributes."""
+        told = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in told.items())})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+
+class EachByItself:
+    """Any codec as one of rows: each tensor that lies in them is encoded for itself."""
+
+    def __init__(self, codec: Codec, layout: RowLayout) -> None:
+        self._codec, self._layout = codec, layout
+        self._like: list[Encoded] = []  # what the codec made last: all but the parts is the same
+
+    def pack(self, rows: Tensor, keys: Tensor) -> Parts:
+        """Every tensor's parts, by its place and their names."""
+        pairs = zip(self._layout.large, self._layout.stretches(rows), strict=True)
+        self._like = [self._codec.encode(flat.view(span.shape)) for span, flat in pairs]
+        parts = enumerate(encoded.parts for encoded in self._like)
+        return {f"{at}.{name}": part for at, own in parts for name, part in own.items()}
+
+    def unpack(self, parts: Mapping[str, Tensor], width: int) -> Tensor:
+        """The rows that these tensors lie in; what fills them up is zero."""
+        rows = torch.zeros(self._layout.rows, width, device=next(iter(parts.values())).device)
+        for at, flat in enumerate(self._layout.stretches(rows)):
+            own = {name: parts[f"{at}.{name}"] for name in self._like[at].parts}
+            flat.copy_(self._codec.decode(replace(self._like[at], parts=own)).reshape(-1))
+        return rows
+
+    def add_to(self, rows: Tensor, parts: Mapping[str, Tensor], *, subtract: bool = False) -> None:
+        """Add the decoded tensors to ``rows``, or take them away."""
+        rows.add_(self.unpack(parts, rows.shape[1]), alpha=-1 if subtract else 1)
+
+
+class Adapted(Codec):
+    """A codec around any object with ``encode`` and ``decode``."""
+
+    def __init__(self, inner: Encodes) -> None:
+        self.inner = inner
+
+    def encode(self, tensor: Tensor) -> Encoded:
+        encoded: Encoded = self.inner.encode(tensor)
+        return encoded
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        tensor: Tensor = self.inner.decode(encoded)
+        return tensor
+
+    def state_dict(self) -> State:
+        keeps = getattr(self.inner, "state_dict", dict)
+        return dict(keeps())
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if hasattr(self.inner, "load_state_dict"):
+            self.inner.load_state_dict(state)
+        else:
+            super().load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+
+def is_codec(given: object) -> bool:
+    """Whether it can encode and decode."""
+    return all(callable(getattr(given, name, None)) for name in ("encode", "decode"))
+
+
+def as_codec(given: Encodes) -> Codec:
+    """``given`` as a :class:`Codec`; it has ``encode`` and ``decode``."""
+    return given if isinstance(given, Codec) else Adapted(given)
 
 
 class RowCodec(Codec):
@@ -90,7 +192,7 @@ class RowCodec(Codec):
     ranks compare it. A part has one row for each row, whatever the row holds.
     """
 
-    block: int = 256
+    main: str | None = None  # the part that a further codec may encode
     dense: bool = True  # every element travels, so that a mean is no larger than what it is of
 
     def __init__(self) -> None:
@@ -108,6 +210,14 @@ class RowCodec(Codec):
     def add_to(self, rows: Tensor, parts: Mapping[str, Tensor], *, subtract: bool = False) -> None:
         """Add what was encoded to ``rows``, or take it away from them."""
         rows.add_(self.unpack(parts, rows.shape[1]), alpha=-1 if subtract else 1)
+
+    def route(self, setting: RouteSetting) -> Route:
+        """All messages to all ranks; many ranks average dense rows in two stages."""
+        return row_route(self, setting, dense=self.dense)
+
+    def __or__(self, after: Codec) -> Codec:
+        """This codec, and ``after`` for its main part."""
+        return Chain(self, after) if isinstance(after, RowCodec) else super().__or__(after)
 
     def encode(self, tensor: Tensor) -> Encoded:
         rows = rows_of(tensor, self.block)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CodecSettingError
+from ..dither import mix, noise
 from .codec import Parts, RowCodec
-from .dither import mix, noise
 
 _STEPS = 127
 _TINY = 1e-36  # a smaller scale has no inverse; such a block counts as zero

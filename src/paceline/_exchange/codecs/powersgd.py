@@ -8,13 +8,20 @@ sends what others have sent, and the bytes do not grow with the number of ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ...errors import CodecSettingError
+from ..low_rank import (
+    as_matrix,
+    left_factors,
+    orthonormal,
+    random_columns,
+    right_factors,
+    worth_it,
+)
+from ..routes import FactorRoute, Route, RouteSetting
 from .codec import Codec, Encoded, State
 
 
@@ -29,18 +36,21 @@ class PowerSGD(Codec):
 
     def gains(self, shape: Sequence[int]) -> bool:
         """Whether the thin matrices are smaller than one of this shape."""
-        if len(shape) < 2:
-            return False
-        high, wide = shape[0], math.prod(shape[1:])
-        return (high + wide) * min(self.rank, high, wide) < high * wide
+        high, wide = as_matrix(shape)
+        return len(shape) > 1 and worth_it(high, wide, min(self.rank, high, wide), 1)
 
-    def left(self, matrix: Tensor, name: str) -> Tensor:
-        """What ranks average first."""
-        return matrix @ self._start(matrix, name)
+    def route(self, setting: RouteSetting) -> Route:
+        """Ranks average one thin matrix, then the other."""
+        return FactorRoute(self, setting)
 
-    def right(self, matrix: Tensor, left: Tensor) -> Tensor:
-        """What they average then; ``left`` is orthonormal."""
-        return matrix.t() @ left
+    def start(self, matrix: Tensor, name: str) -> Tensor:
+        """The last step's right factor, or random columns, the same on all ranks."""
+        high, wide = matrix.shape
+        held = self._right.get(name)
+        columns = min(self.rank, high, wide)
+        if held is not None and held.shape == (wide, columns) and held.device == matrix.device:
+            return held
+        return random_columns(wide, columns, self.seed + wide).to(matrix.device)
 
     def keep(self, name: str, right: Tensor) -> None:
         """Begin the next step there. Without warm start, or with what is no number, begin anew."""
@@ -53,8 +63,9 @@ class PowerSGD(Codec):
         matrix = tensor.detach().float().reshape(len(tensor), -1) if tensor.dim() > 1 else None
         if matrix is None or not self.gains(tensor.shape):
             return Encoded({"values": tensor.detach().float()}, tensor.shape, tensor.dtype)
-        left = orthonormal(self.left(matrix, name))
-        right = self.right(matrix, left)
+        (left,) = left_factors([matrix], [self.start(matrix, name)])
+        left = orthonormal(left)
+        (right,) = right_factors([matrix], [left])
         self.keep(name, right)
         return Encoded({"left": left, "right": right}, tensor.shape, tensor.dtype)
 
@@ -74,22 +85,7 @@ class PowerSGD(Codec):
         """Begin anew, where ranks that were not here before do so too."""
         self._right.clear()
 
-    def _start(self, matrix: Tensor, name: str) -> Tensor:
-        high, wide = matrix.shape
-        held = self._right.get(name)
-        columns = min(self.rank, high, wide)
-        if held is not None and held.shape == (wide, columns) and held.device == matrix.device:
-            return held
-        generator = torch.Generator().manual_seed(self.seed + wide)  # the same on all ranks
-        return torch.randn(wide, columns, generator=generator).to(matrix.device)
-
     def __repr__(self) -> str:
         warm = "" if self.warm_start else ", warm_start=False"
         seed = f", seed={self.seed}" if self.seed else ""
         return f"PowerSGD({self.rank}{warm}{seed})"
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """Columns of length one, at right angles, that span what these span."""
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis

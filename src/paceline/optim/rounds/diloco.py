@@ -1,9 +1,9 @@
 """DiLoCo: ranks train alone, and an outer optimizer steps along the mean of where they went.
 
 Every rank holds the same *outer parameters*, in float32 or wider. What a rank exchanges is its
-outer gradient: the outer parameters less its own. Its mean over the ranks, weighed as ``rounds.py``
-says, is the gradient of a step of the outer optimizer, which every rank makes alike; then the
-rank's own parameters become the outer ones and the next round begins.
+outer gradient: the outer parameters less its own. Its mean over the ranks, weighted as
+``rounds.py`` says, is the gradient of a step of the outer optimizer, which every rank makes alike;
+then the rank's own parameters become the outer ones and the next round begins.
 
 **Streaming.** Cut into ``fragments``, the model is exchanged one part at a time, evenly spread over
 the round, so that the wire is never asked for all at once. With ``overlap`` the exchange of a part
@@ -27,16 +27,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
 
 from ..._exchange import (
-    Coded,
-    CodedInTwoStages,
+    CodedMean,
+    Encodes,
     Exchange,
     FlatBuffer,
-    FlatCodec,
-    Plain,
-    check_codec,
+    WeightedMean,
+    as_codec,
     cut_evenly,
-    numbers,
-    pack,
+    group_for_buffers,
+    is_codec,
+    local_values,
 )
 from ...errors import AveragingArgumentError, AveragingTypeError, RoundsStateError
 from ...groups import Group, group_or_default
@@ -92,8 +92,8 @@ class DiLoCo(Rounds):
 
     ``codec`` makes outer gradients smaller on the way (:class:`paceline.hooks.Int8` to a quarter);
     with ``error_feedback`` what it loses is added to the next exchange. More than two ranks without
-    ``overlap`` average in two stages (``two_stages.py``), otherwise each gathers from all. Buffers
-    of a module travel with the last fragment, as they are, and are averaged as by
+    ``overlap`` average in two stages (``_exchange/routes``), otherwise each gathers from all.
+    Buffers of a module travel with the last fragment, as they are, and are averaged as by
     :class:`LocalSGD`.
 
     The top of the file says what ``fragments``, ``overlap`` and ``mix`` do. ::
@@ -112,7 +112,7 @@ class DiLoCo(Rounds):
         fragments: int = 1,
         overlap: int = 0,
         mix: float = 0.0,
-        codec: FlatCodec | None = None,
+        codec: Encodes | None = None,
         error_feedback: bool = False,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
@@ -121,15 +121,15 @@ class DiLoCo(Rounds):
         params, buffers = tensors_of(model_or_params)
         _check(params, fragments, mix, codec)
         chosen = group_or_default(process_group)
-        group = Group.wrap(chosen, numbers(params[0]).device)
+        group = Group.wrap(chosen, local_values(params[0]).device)
         cap = cap_bytes(bucket_cap_mb)
 
         def exchange() -> Exchange:
             if codec is None:
-                return Plain(group)
-            at_once = overlap == 0 and group.size() > 2 and getattr(codec, "dense", False)
-            kind = CodedInTwoStages if at_once else Coded
-            return kind(group, codec, error_feedback=error_feedback)
+                return WeightedMean(group)
+            return CodedMean(
+                group, as_codec(codec), error_feedback=error_feedback, one_stage=overlap > 0
+            )
 
         runs = cut_evenly([p.numel() for p in params], fragments)
         parts = [_outer_pieces(params[r.start : r.stop], exchange, cap) for r in runs]
@@ -187,7 +187,7 @@ def _outer(fragment: Fragment) -> list[OuterBuffer]:
 def _outer_pieces(
     params: Sequence[Tensor], exchange: Callable[[], Exchange], cap: int
 ) -> list[OuterBuffer]:
-    return [OuterBuffer(part, exchange()) for part in pack(params, cap)]
+    return [OuterBuffer(part, exchange()) for part in group_for_buffers(params, cap)]
 
 
 def _in_order(
@@ -212,12 +212,15 @@ def _make_outer(outer: Outer, params: list[nn.Parameter]) -> Optimizer:
     return made
 
 
-def _check(params: Sequence[Tensor], fragments: int, mix: float, codec: FlatCodec | None) -> None:
+def _check(params: Sequence[Tensor], fragments: int, mix: float, codec: Encodes | None) -> None:
     if fragments > len(params):
         raise AveragingArgumentError(
             f"fragments: the model has {len(params)} parameters and cannot be cut into {fragments}."
         )
     if not 0 <= mix < 1:
         raise AveragingArgumentError(f"mix: expected a share from 0 to below 1, got {mix}.")
-    if codec is not None:
-        check_codec(codec)
+    if codec is not None and not is_codec(codec):
+        raise AveragingTypeError(
+            f"codec: expected an object with encode and decode, got {type(codec).__name__}.",
+            "paceline.hooks has some, for instance Int8().",
+        )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..._exchange import FlatBuffer, Largest, Plain, numbers, pack
+from ..._exchange import FlatBuffer, Largest, WeightedMean, group_for_buffers, local_values
 from ...errors import AveragingArgumentError, AveragingTypeError
 from ...groups import Group, group_or_default
 from ...policies import MIB
@@ -48,7 +48,7 @@ class LocalSGD(Rounds):
     ) -> None:
         params, buffers = tensors_of(model_or_params)
         chosen = group_or_default(process_group)
-        group = Group.wrap(chosen, numbers(params[0]).device)
+        group = Group.wrap(chosen, local_values(params[0]).device)
         pieces = value_pieces([*params, *buffers], group, cap_bytes(bucket_cap_mb))
         super().__init__(optim, RoundSchedule(sync_every), [Fragment(pieces)], chosen, group)
         check_known([p for g in optim.param_groups for p in g["params"]], params, type(self))
@@ -92,8 +92,8 @@ def value_pieces(tensors: Sequence[Tensor], group: Group, cap: int) -> tuple[Fla
     """Buffers for tensors that become their mean, or their largest if they are whole numbers."""
     real = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     whole = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
-    means = [FlatBuffer(part, Plain(group)) for part in pack(real, cap)]
-    return (*means, *(FlatBuffer(part, Largest(group)) for part in pack(whole, cap)))
+    means = [FlatBuffer(part, WeightedMean(group)) for part in group_for_buffers(real, cap)]
+    return (*means, *(FlatBuffer(part, Largest(group)) for part in group_for_buffers(whole, cap)))
 
 
 def cap_bytes(bucket_cap_mb: float) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..._exchange import Standing, numbers
+from ..._exchange import Standing, local_values
 from ...errors import AveragingArgumentError, PeerError, RoundsMismatchError, RoundsStateError
 from ...groups import Group
 from ...join import Join, Joinable, JoinHook
@@ -204,7 +204,7 @@ class Rounds(Wrapping, Joinable):
     @property
     def join_device(self) -> torch.device:
         """That of the first parameter."""
-        return numbers(self._fragments[0].pieces[0].tensors[0]).device
+        return local_values(self._fragments[0].pieces[0].tensors[0]).device
 
     @property
     def join_process_group(self) -> ProcessGroup:
