@@ -271,7 +271,7 @@ class Lent:
 
 @pytest.mark.parametrize("kind", sorted(set(MAKERS) - {"powersgd"}))
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_left_is_weighed_as_the_gradients_it_is_sent_with(kind: str, ranks: int) -> None:
+def test_what_is_left_is_weighted_as_the_gradients_it_is_sent_with(kind: str, ranks: int) -> None:
     param = nn.Parameter(torch.zeros(300))
 
     def run(weights: list[float]) -> Tensor:

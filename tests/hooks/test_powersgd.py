@@ -180,8 +180,8 @@ def test_what_is_left_out_is_kept_without_the_weight_it_had() -> None:
             found.append(result)
         return found
 
-    for plain, weighed in run_ranks(2, one_rank):
-        assert_close(plain, weighed)
+    for plain, weighted in run_ranks(2, one_rank):
+        assert_close(plain, weighted)
 
 
 # Numbers that are none.

@@ -31,7 +31,7 @@ def plain(ddp: DDP, rank: int) -> None:
         loss(ddp, batch(rank)).backward()
 
 
-def weighed(ddp: DDP, rank: int) -> None:
+def weighted(ddp: DDP, rank: int) -> None:
     for _ in range(STEPS):
         ddp.zero_grad()
         rows = 3 + 2 * rank
@@ -61,7 +61,7 @@ def accumulated(ddp: DDP, rank: int) -> None:
             loss(ddp, batch(rank, micro % 2)).backward()
 
 
-def weighed_and_accumulated(ddp: DDP, rank: int) -> None:
+def weighted_and_accumulated(ddp: DDP, rank: int) -> None:
     for micro in range(2 * STEPS):
         if micro % 2 == 0:
             ddp.zero_grad()
@@ -72,11 +72,11 @@ def weighed_and_accumulated(ddp: DDP, rank: int) -> None:
 
 SITUATIONS: dict[str, Situation] = {
     "plain": plain,
-    "weighed": weighed,
+    "weighted": weighted,
     "uneven": uneven,
     "uneven, by active ranks": uneven_by_active,
     "accumulated": accumulated,
-    "weighed and accumulated": weighed_and_accumulated,
+    "weighted and accumulated": weighted_and_accumulated,
 }
 
 

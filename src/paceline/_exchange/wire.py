@@ -58,7 +58,7 @@ class Frame:
             if (part.shape, part.dtype) != (field.shape, field.dtype):
                 raise CodecStateError(
                     f"Part {field.name} of a message is {part.dtype} of shape {list(part.shape)}; "
-                    f"ranks read it as {field.dtype} of shape {list(field.shape)}, as in the first.",
+                    f"ranks read it as {field.dtype} of shape {list(field.shape)}, as at first.",
                     "Let the codec's parts depend on the shape of what it encodes alone.",
                 )
             _place(message, field).copy_(part)

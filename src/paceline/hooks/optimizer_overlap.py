@@ -101,7 +101,7 @@ class OverlappedOptimizer(ABC):
 
     @abstractmethod
     def register_fsdp(self, fsdp: Any) -> None:
-        """The same for FSDP."""
+        """Step with the passes of ``fsdp`` from now on."""
 
 
 @register_overlapped(Optimizer)
@@ -115,7 +115,7 @@ class _OverlappedStandardOptimizer(OverlappedOptimizer):
 
     def register_ddp(self, ddp_inst: Any) -> None:
         """Step with the passes of ``ddp_inst``; there can be no other communication hook."""
-        if hasattr(ddp_inst, "_replica"):  # ours steps after all is divided
+        if hasattr(ddp_inst, "after_backward"):  # ours steps after all is divided
             ddp_inst._register_fused_optim(
                 self.optim_cls, *self._args, optim_params=self._params, **self._kwargs
             )

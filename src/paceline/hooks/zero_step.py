@@ -1,6 +1,6 @@
 """A sharded optimizer that steps inside the backward pass.
 
-The optimizer is asked for three things: ``_overlap_with_ddp``; ``overlap_begin(ddp,
+The optimizer is asked for three things: ``overlaps_with_ddp``; ``overlap_begin(ddp,
 shard_buckets)``, once; and ``overlap_bucket(index, parameters, gradients, is_last)``, for every
 bucket of every pass. It lets the first passes go by, as torch's does: two, or three with a static
 graph. The last bucket's call exchanges parameters, so it comes when all else is over.
@@ -12,7 +12,7 @@ arrives (interleaved), or all of them when the last one has set off.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,11 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = F
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False
 ) -> Hook:
-    """The same; over torch's DDP each bucket is stepped as soon as it is averaged."""
+    """A hook that averages as ``hook`` does and lets ``zero`` step each bucket when it is averaged.
+
+    Over torch's DDP that is inside the backward pass, over ours at its end. ``zero`` is made with
+    ``overlap_with_ddp=True``; its ``step()`` need not be called then.
+    """
     take = _stepper(ddp, zero, shard_buckets, at_once=True)
 
     def hook_with_zero_interleaved_fn(
@@ -59,14 +63,14 @@ def hook_with_zero_step_interleaved(
 def _stepper(
     ddp: Any, zero: Any, shard_buckets: bool, *, at_once: bool
 ) -> Callable[[Any, Future[Any]], Future[Tensor]]:
-    if not zero._overlap_with_ddp:
+    if not zero.overlaps_with_ddp:
         raise HookStateError(
             "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this "
             "hook properly.",
             "As it is, call its step() after each backward pass instead.",
         )
     zero.overlap_begin(ddp, shard_buckets)
-    if hasattr(ddp, "_replica"):
+    if hasattr(ddp, "after_backward"):  # ours
         return _AfterPass(ddp, zero).take
     return _InPass(zero, at_once).take
 
@@ -77,18 +81,24 @@ class _AfterPass:
     def __init__(self, ddp: Any, zero: Any) -> None:
         self._ddp = weakref.ref(ddp)
         self._zero = zero
-        self._last = -1  # index of the last bucket; below zero until a pass has come here
+        self._buckets: list[Sequence[Tensor]] = []  # of the pass that runs: their parameters
+        self._waits = False  # to be told when a pass has left averages
 
     def take(self, bucket: Any, future: Future[Any]) -> Future[Tensor]:
-        if self._last < 0:
-            self._ddp()._replica.reducer.after_bucket.append(self._step)  # type: ignore[union-attr]
-        self._last = bucket.index()
+        if not self._waits:
+            self._ddp().after_backward(self._step)  # type: ignore[union-attr]
+            self._waits = True
+        if bucket.index() == 0:  # a pass that failed may have left some
+            self._buckets.clear()
+        self._buckets.append(bucket.parameters())
         return future
 
-    def _step(self, bucket: Any) -> None:
-        params = [param for param in bucket.params if param.grad is not None]
-        grads, last = [param.grad for param in params], bucket.index == self._last
-        self._zero.overlap_bucket(bucket.index, params, grads, last)
+    def _step(self) -> None:
+        last = len(self._buckets) - 1
+        for index, members in enumerate(self._buckets):
+            params = [param for param in members if param.grad is not None]
+            grads = [param.grad for param in params]
+            self._zero.overlap_bucket(index, params, grads, index == last)
 
 
 class _InPass:

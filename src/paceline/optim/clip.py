@@ -107,12 +107,12 @@ def _terms(gradients: Gradients) -> list[_Term]:
         sharded.counted.extend(gradients.parts)
     spread: dict[int, Group] = {}
     for grad in gradients.whole:
-        if hasattr(grad, "_local_tensor"):
+        if hasattr(grad, "to_local"):  # a DTensor
             groups, mine = _spread(grad, spread)
         else:
             groups, mine = [], grad
         found = term(groups)
-        found.tensors.append(grad._local_tensor if groups or mine is not grad else grad)  # type: ignore[attr-defined]
+        found.tensors.append(_local(grad))
         found.counted.append(mine)
     return list(terms.values())
 
@@ -128,9 +128,14 @@ def _spread(grad: Any, known: dict[int, Group]) -> tuple[list[Group], Tensor]:
     for dim, place in enumerate(grad.placements):
         if not place.is_replicate() and grad.device_mesh.size(dim) > 1:
             raw = grad.device_mesh.get_group(dim)
-            mine = grad._local_tensor.device
-            groups.append(known.setdefault(id(raw), Group.wrap(raw, mine)))
-    return groups, grad._local_tensor
+            groups.append(known.setdefault(id(raw), Group.wrap(raw, _local(grad).device)))
+    return groups, _local(grad)
+
+
+def _local(grad: Any) -> Tensor:
+    """What this rank has of it: all of it, unless it is a DTensor."""
+    mine: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return mine
 
 
 def _total(terms: Sequence[_Term], order: float, foreach: bool | None) -> Tensor:

@@ -1,6 +1,6 @@
 """InBackward: an optimizer whose step is the end of the backward pass.
 
-A gradient may be used when it is final: averaged over all ranks, weighed, with whatever came late
+A gradient may be used when it is final: averaged over all ranks, weighted, with whatever came late
 added to it, and with no rank in trouble. That is known when the backward pass ends and not before.
 A global norm needs all gradients as well. So the step has two phases, both inside ``backward()``:
 first the norm of all averages, then, with one common factor, the update of every parameter.

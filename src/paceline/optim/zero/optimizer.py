@@ -308,6 +308,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
     # -- inside a backward pass ---------------------------------------------------------------
 
+    @property
+    def overlaps_with_ddp(self) -> bool:
+        """Whether a communication hook steps it, bucket by bucket."""
+        return self._overlap_with_ddp
+
     def overlap_begin(self, ddp: Any, shard_buckets: bool = False) -> None:
         """A communication hook of ``ddp`` will tell of its buckets."""
         self._overlapping().begin(ddp, shard_buckets)

@@ -149,12 +149,12 @@ def _frozen(value: Any) -> Hashable:
 
 
 def on_cpu(value: Any) -> Any:
-    """The same with every tensor in it on the CPU."""
+    """A copy of ``value``, every tensor in it on the CPU."""
     return _mapped(value, lambda tensor: tensor.detach().cpu())
 
 
 def copied(value: Any) -> Any:
-    """The same in memory of its own."""
+    """A copy of ``value`` in memory of its own."""
     return _mapped(value, lambda tensor: tensor.detach().clone())
 
 
