@@ -31,6 +31,7 @@ from ..recorder.events import now
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
+from .strict import agree
 from .traffic import Traffic
 from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
 
@@ -79,6 +80,7 @@ class Collectives(ProcessGroup):
         self._watcher = Watcher("paceline-group-futures")
         self._coalescing: list[TorchWork] | None = None
         self.board: events.Board | None = None  # where calls are recorded
+        self._strict = False  # every call comes from the same line on all ranks
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -464,6 +466,8 @@ class Collectives(ProcessGroup):
 
     def _run(self, call: Call, entry: events.Entry | None) -> None:
         try:
+            if self._strict:
+                self._agree_on(call)
             self._engine.run(call)
         except BaseException as error:
             if entry is not None:
@@ -474,6 +478,8 @@ class Collectives(ProcessGroup):
 
     def _start(self, call: Call, entry: events.Entry | None) -> TorchWork:
         try:
+            if self._strict:
+                self._agree_on(call)
             work = self._engine.start(call)
         except BaseException as error:
             if entry is not None:
@@ -485,6 +491,10 @@ class Collectives(ProcessGroup):
             if isinstance(work, Work):
                 work.entry = entry
         return work
+
+    def _agree_on(self, call: Call) -> None:
+        if call.kind not in ("send", "recv"):
+            agree(call, self._engine, self._rank, self._size)
 
     def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
         """The same with something to do around it."""

@@ -25,6 +25,7 @@ from ..errors import (
     RendezvousError,
     UnexpectedOptionError,
     UnknownBackendError,
+    UnsupportedError,
 )
 from .device_backend import DeviceEngine
 from .engine import Engine
@@ -32,6 +33,7 @@ from .fake_backend import FakeEngine
 from .group import Group
 from .hybrid_backend import HybridEngine
 from .shm_backend import ShmEngine
+from .strict import Checks, check_setting
 from .threads_backend import ThreadsEngine
 from .torch_backend import TorchEngine, open_gloo, open_nccl
 
@@ -76,6 +78,7 @@ def new_group(
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
     init_method: str = "env://",
+    checks: Checks = "warn",
     **options: object,
 ) -> Group:
     """Open a group of all launched ranks, or of ``ranks`` among them.
@@ -84,7 +87,8 @@ def new_group(
     collectives may take. The ranks meet through ``store`` (then ``rank`` and ``world_size`` are
     needed too) or through ``init_method``: ``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT as torchrun sets them; ``tcp://host:port`` and ``file:///path`` take ``rank`` and
-    ``world_size``. ``options`` go to the backend, which refuses those it does not know.
+    ``world_size``. ``checks``, the same on all ranks, is explained at :meth:`Group.set_checks`.
+    ``options`` go to the backend, which refuses those it does not know.
 
     The result is a :class:`Group`; a third party's backend may return another ProcessGroup, which
     :meth:`Group.wrap` turns into one.
@@ -115,7 +119,13 @@ def new_group(
     key = f"paceline/{'all' if ranks is None else ','.join(map(str, members))}"
     turn = store.add(f"{key}/turn/{rank}", 1)  # so that a store serves any number of groups
     corner = PrefixStore(f"{key}/{turn}", store)
+    check_setting(checks, corner, members.index(rank), len(members))
     group = factory(corner, members.index(rank), len(members), timeout, device, **options)
+    if isinstance(group, Group):
+        group.set_checks(checks)
+    elif checks == "strict":
+        remedy = "Wrap the group with Group.wrap, and call its set_checks."
+        raise UnsupportedError(backend, 'checks="strict"', remedy, rank)
     if ranks is not None and isinstance(group, Group):
         group._members = tuple(members)
         if group.board is not None:

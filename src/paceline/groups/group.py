@@ -35,6 +35,7 @@ from .checks import Checker
 from .collectives import Collectives, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
 from .foreign_backend import ForeignEngine
+from .strict import Checks
 from .torch_backend import TorchEngine
 from .work import Together
 
@@ -63,6 +64,7 @@ class Group(Collectives):
         self._reopen = reopen
         self._members = tuple(members if members is not None else range(size))
         self._lock = threading.Lock()
+        self._checks: Checks = "warn"
         self._registered = False
         self._barriers = itertools.count()
         self._group_name = self._group_desc = ""
@@ -84,6 +86,18 @@ class Group(Collectives):
             traffic=self.traffic,
             agrees=self.capabilities.checks_agreement,
         )
+        self.set_checks(self._checks)
+
+    def set_checks(self, checks: Checks) -> None:
+        """What becomes of a collective that ranks make from different lines; the same on all ranks.
+
+        ``"warn"``: the recorder says so, once, where it looks like a mistake. ``"strict"``: every
+        rank raises :class:`~paceline.errors.MismatchError` before the numbers are used, which costs
+        a small all-gather for every call. ``"off"``: nothing.
+        """
+        self._checks, self._strict = checks, checks == "strict" and self._size > 1
+        if self.board is not None:
+            self.board.checks = checks
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -438,7 +452,7 @@ class Group(Collectives):
     def _open(
         self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta | None
     ) -> Group:
-        return Group(
+        group = Group(
             self._reopened(store, rank, len(ranks), timeout),
             rank,
             len(ranks),
@@ -448,6 +462,8 @@ class Group(Collectives):
             reopen=self._reopen,
             members=[self._members[r] if r < self._size else r for r in ranks],
         )
+        group.set_checks(self._checks)
+        return group
 
     # -- what torch's coalescing context calls ------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from enum import Enum
 from types import FrameType
 
 import msgspec
@@ -49,6 +50,14 @@ class Went(msgspec.Struct, frozen=True):
     number: int
     line: str  # of the forward
     backward: bool  # whether one followed
+
+
+class Silence(Enum):
+    """Why a rank does not answer."""
+
+    ENDED = "ended"  # nobody listens there any more
+    MUTE = "mute"  # somebody does, and says nothing
+    UNKNOWN = "unknown"  # it has left no address
 
 
 class Spot(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ MOST = 1 << 20  # bytes of a message
 PATIENCE = 1.0  # seconds for each step of a talk
 AT_ONCE = 16  # talks
 _NONCE = 16
-_LETTER = 60_000  # bytes
+LETTER = 60_000  # bytes
 _LENGTH = struct.Struct("!I")
 
 
@@ -72,7 +72,7 @@ class Listener:
             found = dict(ready.poll())
             with contextlib.suppress(OSError):
                 if letters in found:
-                    self._open_letter(self._letters.recv(_LETTER))
+                    self._open_letter(self._letters.recv(LETTER))
                 else:
                     self._take(self._talks.accept()[0])
 

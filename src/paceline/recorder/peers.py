@@ -15,15 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from . import channel, events
-from .account import Account, Told, account_of, told
+from .account import Account, Silence, Told, account_of, told
 from .channel import Address, Listener
+from .order import Log, log_from, log_of
 from .threads import in_thread
 
 ASKED_AT_MOST = 128  # ranks that one rank asks
@@ -34,19 +34,12 @@ ARRIVING = 0.5  # seconds that a letter from another host may be behind the end 
 KINDS = 64  # of calls that are announced, and kept
 
 
-class Silence(Enum):
-    """Why a rank does not answer."""
-
-    ENDED = "ended"  # nobody listens there any more
-    MUTE = "mute"  # somebody does, and says nothing
-    UNKNOWN = "unknown"  # it has left no address
-
-
 class Question(msgspec.Struct, frozen=True):
     """What is asked of a process."""
 
     board: int
     time: bool = False  # only the time is asked
+    after: int = -1  # what was called after this number is asked
 
 
 class Letter(msgspec.Struct, frozen=True):
@@ -181,7 +174,9 @@ class Peers:
         """Tell the peers that this rank comes no more, and how far it had come."""
         if not board.made or board.backend == "threads":
             return
-        said = account_of(board, ended, calls=8)
+        said = account_of(board, ended)
+        if len(msgspec.msgpack.encode(said)) > channel.LETTER // 2:  # names may be long
+            said = msgspec.structs.replace(said, calls=said.calls[-4:])
         with contextlib.suppress(OSError):
             for address in self._some(board, LEAVING):
                 letter = Letter(address.board, board.rank, farewell=said)
@@ -196,6 +191,8 @@ class Peers:
         board = events.boards.get(question.board)
         if board is None:
             return b""
+        if question.after >= 0:
+            return msgspec.msgpack.encode(log_of(board, question.after))
         return msgspec.msgpack.encode(account_of(board))
 
     def ask(self, address: Address) -> Account | Silence:
@@ -213,6 +210,25 @@ class Peers:
             return Silence.ENDED
         except (OSError, msgspec.DecodeError):
             return Silence.MUTE
+
+    def log(self, board: events.Board, rank: int, after: int, patience: float) -> Log | None:
+        """What a rank has called after that number; None when it cannot be asked."""
+        address = self.known(board, patience).get(rank)
+        if address is None:
+            return None
+        if address.process == self.process:
+            other = events.boards.get(address.board)
+            return None if other is None else log_of(other, after)
+        question = msgspec.msgpack.encode(Question(address.board, after=after))
+        try:
+            answer = channel.ask(address, question, patience)
+            return msgspec.msgpack.decode(answer, type=Log) if answer else None
+        except ConnectionError:
+            self._read_letters(board, [address], [rank])
+            farewell = self.farewells.get(board.number, {}).get(rank)
+            return None if farewell is None else log_from(farewell.calls)
+        except (OSError, msgspec.DecodeError):
+            return None
 
     def clock(self, address: Address) -> float:
         """Seconds that the clock over there is ahead of ours; best of a few tries."""

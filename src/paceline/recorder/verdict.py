@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .account import Account, Told, Went
-from .peers import Silence
+from .account import Account, Silence, Told, Went
 
 Said = Mapping[int, Account | Silence]
 _TOLD = 3  # ranks beside the first whose whereabouts are told

@@ -27,6 +27,7 @@ from ..errors import (
 )
 from . import events
 from .account import Account, account_of, told
+from .comparing import AT_END, Comparing
 from .explain import Explanations, Find, Found
 from .peers import peers
 from .saving import RECORD, save_all
@@ -57,6 +58,7 @@ class Watch:
         self._warned: dict[int, events.Entry] = {}  # by board
         self._ending: Finalize | None = None
         self.explanations = Explanations()
+        self.comparing = Comparing(self.peers)
 
     # -- groups come --------------------------------------------------------------------------
 
@@ -83,6 +85,8 @@ class Watch:
     def closed(self, board: events.Board) -> None:
         """A group has ended."""
         self.peers.take_leave(board)
+        with contextlib.suppress(Exception):
+            self.comparing.compare(board, AT_END)
         thread = self._thread
         if self._stop_if_idle() and thread is not None:
             self.wake()
@@ -107,6 +111,9 @@ class Watch:
     def end(self) -> None:
         """The process ends: explain what failed, save what is to be saved, and take leave."""
         self.explanations.finish(AT_EXIT)
+        with contextlib.suppress(Exception):
+            for board in [board for board in list(events.boards.values()) if not board.closed]:
+                self.comparing.compare(board, AT_END)
         if directory := os.environ.get(RECORD):
             _save(directory)
         with contextlib.suppress(Exception):
@@ -142,6 +149,7 @@ class Watch:
                 oldest.setdefault(entry.board.number, entry)
             for entry in oldest.values():
                 self._consider(entry)
+            self.comparing.look([board for board in list(events.boards.values()) if _alive(board)])
 
     def _new_entries(self) -> list[events.Entry]:
         """What was recorded since the last look."""
@@ -274,8 +282,9 @@ class Watch:
             said = self.peers.hear(board, (whole.rank_a, whole.rank_b))
             said[board.rank] = mine
             one, other = said.get(whole.rank_a), said.get(whole.rank_b)
-            whole.line_a, whole.purpose_a = _known(one, number)
-            whole.line_b, whole.purpose_b = _known(other, number)
+            line_a, whole.purpose_a = _known(one, number)
+            line_b, whole.purpose_b = _known(other, number)
+            whole.line_a, whole.line_b = line_a or whole.line_a, line_b or whole.line_b
             if isinstance(one, Account) and isinstance(other, Account):
                 skipped = skip_between(one, other, "")
                 whole.verdict = "" if skipped is None else skipped[2].strip()

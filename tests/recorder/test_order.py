@@ -1,0 +1,177 @@
+"""Calls of equal kind and size that ranks make in another order: told once, with both lines."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import recorder
+from paceline.groups import Group
+from paceline.recorder import events
+from paceline.recorder.order import Log, Made, Pairing, Swap, log_of
+from paceline.recorder.watch import watch
+from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.marks import needs_shm
+
+DEADLINE = 60.0
+SUM = "all_reduce SUM of float32[4]"
+
+
+def a_log(*lines: str, call: str = SUM, first: int = 1) -> Log:
+    """One call after the other, from these lines."""
+    return Log([Made(line, call) for line in lines], [(first + n, n) for n in range(len(lines))])
+
+
+# -- pure -------------------------------------------------------------------------------------
+
+
+def test_two_calls_that_one_rank_swaps_are_found_once() -> None:
+    pairing = Pairing()
+    found = pairing.compare(a_log("a:1", "a:2"), a_log("a:2", "a:1"))
+    assert found == Swap(1, Made("a:1", SUM), Made("a:2", SUM))
+    assert pairing.compare(a_log("a:1", "a:2", first=3), a_log("a:2", "a:1", first=3)) is None
+
+
+def test_a_swap_is_found_when_the_second_half_of_it_comes_later() -> None:
+    pairing = Pairing()
+    assert pairing.compare(a_log("a:1"), a_log("a:2")) is None
+    assert pairing.compare(a_log("a:2", first=2), a_log("a:1", first=2)) is not None
+
+
+def test_a_call_that_one_rank_leaves_out_is_found_though_all_sizes_are_equal() -> None:
+    mine, theirs = a_log("a:1", "a:2", "a:3", "a:4"), a_log("a:1", "a:3", "a:4", "a:5")
+    found = Pairing().compare(mine, theirs)
+    assert found is not None
+    assert found.sequence == 2
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_ranks_that_take_different_branches_all_the_time_are_left_alone(steps: list[int]) -> None:
+    mine = a_log(*(f"root.py:{step}" for step in steps))
+    theirs = a_log(*(f"rest.py:{step}" for step in steps))
+    assert Pairing().compare(mine, theirs) is None
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_ranks_that_do_the_same_are_left_alone(steps: list[int]) -> None:
+    log = a_log(*(f"a.py:{step}" for step in steps))
+    assert Pairing().compare(log, log) is None
+
+
+def test_the_same_program_in_two_folders_is_the_same() -> None:
+    assert Pairing().compare(a_log("/here/a.py:1"), a_log("/there/a.py:1")) is None
+
+
+def test_each_rank_as_root_in_turn_is_no_swap() -> None:
+    mine = Log([Made("a:1", "broadcast root 0"), Made("a:2", "broadcast root 1")], [(1, 0), (2, 1)])
+    them = Log([Made("a:2", "broadcast root 0"), Made("a:1", "broadcast root 1")], [(1, 0), (2, 1)])
+    assert Pairing().compare(mine, them) is None
+
+
+# -- ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    events.forget()
+
+
+def swap_in_lines(group: Group) -> None:
+    def one() -> None:
+        group.all_reduce(torch.ones(1))  # one
+
+    def two() -> None:
+        group.all_reduce(torch.ones(1))  # two
+
+    for _ in range(3):
+        for act in (one, two) if group.rank() == 0 else (two, one):
+            act()
+        group.barrier()
+
+
+def branches(group: Group) -> None:
+    for root in range(group.size()):
+        if group.rank() == root:
+            group.broadcast(torch.ones(3), root)
+        else:
+            group.broadcast(torch.empty(3), root)
+    if group.rank() == 0:
+        group.all_reduce(torch.ones(2))
+    else:
+        group.all_reduce(torch.zeros(2))
+
+
+def said(err: str) -> list[str]:
+    return [row for row in err.splitlines() if "from different lines" in row]
+
+
+def test_swapped_calls_are_told_once_with_both_ranks_and_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run_ranks(2, swap_in_lines)
+    (row,) = said(capfd.readouterr().err)
+    assert row.startswith("paceline: call 1 of the group threads:0,1 was made from different")
+    assert "rank 0 called all_reduce SUM of float32[1] at " in row
+    assert "rank 1 called all_reduce SUM of float32[1] at " in row
+    first, second = (row.index(f"test_order.py:{line_of(name)}") for name in ("one", "two"))
+    assert first < second
+    assert [f"paceline: {text}" for _, text in events.notes] == [row]
+
+
+def line_of(name: str) -> int:
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, start=1) if text.endswith(f"# {name}\n"))
+
+
+def test_branches_for_the_root_and_the_rest_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(3, branches)
+    assert said(capfd.readouterr().err) == []
+
+
+def test_a_log_holds_what_was_called_after_a_number_and_from_where() -> None:
+    def one_rank(group: Group) -> Log:
+        for _ in range(5):
+            group.barrier()
+        assert group.board is not None
+        return log_of(group.board, after=3)
+
+    for log in run_ranks(2, one_rank):
+        assert [number for number, _ in log.calls] == [4, 5]
+        assert len(log.kinds) == 1
+        assert log.kinds[0].call == "barrier"
+
+
+def swap_in_process(meeting: Meeting, backend: str, end: str) -> None:
+    group = meeting.new_group(backend)
+    swap_in_lines(group)
+    if end == "shutdown":
+        group.shutdown()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "exit"])
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
+def test_a_short_program_is_told_before_it_ends(
+    backend: str, end: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spawn_ranks(2, swap_in_process, backend, end, deadline=DEADLINE)
+    assert len(said(capfd.readouterr().err)) == 1
+
+
+def test_a_long_program_is_told_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    def one_rank(group: Group) -> None:
+        swap_in_lines(group)
+        if group.rank() == 0:
+            watch.look()
+        group.barrier()
+
+    run_ranks(2, one_rank)
+    assert len(said(capfd.readouterr().err)) == 1
+
+
+def test_the_recorder_can_be_off(capfd: pytest.CaptureFixture[str]) -> None:
+    recorder.configure(on=False)
+    try:
+        run_ranks(2, swap_in_lines)
+    finally:
+        recorder.configure()
+    assert said(capfd.readouterr().err) == []
