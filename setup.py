@@ -5,6 +5,7 @@ neither Python's headers nor torch's, so one build serves every version of both.
 cannot build it gets the package without it.
 """
 
+import hashlib
 import sys
 from glob import glob
 from pathlib import Path
@@ -14,6 +15,14 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
 FOLDER = "src/paceline/_transport"
+SOURCES = sorted(glob(f"{FOLDER}/*.[ch]"))
+
+
+def source_hash() -> str:
+    """The C text as a number: ranks whose libraries come from other texts must not share memory."""
+    text = b"\0".join(Path(name).read_bytes() for name in SOURCES)
+    return f"0x{hashlib.sha256(text).hexdigest()[:16]}ULL"
+
 
 
 class BuildLibrary(build_ext):
@@ -49,7 +58,8 @@ setup(
         Extension(
             "paceline._transport._shm",
             [f"{FOLDER}/shm.c"],
-            depends=sorted(glob(f"{FOLDER}/*.h")),
+            depends=SOURCES,
+            define_macros=[("PACELINE_SOURCE", source_hash())],
             optional=True,
             extra_compile_args=[
                 "-O3",

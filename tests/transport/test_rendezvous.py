@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
+import time
+from contextlib import suppress
 from datetime import timedelta
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._transport import door
 from paceline._transport.rendezvous import (
     NONCE_BYTES,
     Neighbours,
+    Rendezvous,
     connected,
-    meet_neighbours,
     prove_hosts,
 )
-from paceline.errors import RendezvousError
+from paceline._transport.terms import Wish
+from paceline.errors import RankUnableError, RendezvousError
 from paceline.testing import Meeting, spawn_ranks
 
 TEN = timedelta(seconds=10)
@@ -40,61 +46,147 @@ def test_any_layout_of_hosts_is_found(hosts: list[int]) -> None:
     assert len(found) == len(set(hosts))
 
 
-def prove(meeting: Meeting) -> tuple[list[list[int]], dict[int, str], int]:
+def prove(meeting: Meeting, unable: str) -> tuple[list[list[int]], dict[int, str], int]:
     store = meeting.store()
     before = len(os.listdir("/proc/self/fd"))
-    met = prove_hosts(store, meeting.rank, meeting.size, TEN, "broken" if meeting.rank == 1 else "")
+    met = prove_hosts(store, meeting.rank, meeting.size, TEN, unable if meeting.rank == 1 else "")
     return met.components, met.unable, len(os.listdir("/proc/self/fd")) - before
 
 
 def test_every_rank_gets_the_same_proof_and_no_descriptor_stays_open() -> None:
-    for result in spawn_ranks(3, prove):
-        assert result == ([[0, 1, 2]], {1: "broken"}, 0)
+    for result in spawn_ranks(3, prove, ""):
+        assert result == ([[0, 1, 2]], {}, 0)
 
 
-def _memory(nonce: bytes) -> int:
-    fd = os.memfd_create("test")
-    os.write(fd, nonce)
-    return fd
+def test_every_rank_learns_who_is_unable_and_why() -> None:
+    for result in spawn_ranks(3, prove, "broken"):
+        assert result == ([], {1: "broken"}, 0)
 
 
-def test_a_stranger_without_the_token_is_sent_away_and_the_meeting_goes_on() -> None:
-    import msgspec
+# -- one meeting, its ranks as threads ----------------------------------------------------------
 
-    store = dist.HashStore()
-    nonces = [bytes([r]) * NONCE_BYTES for r in range(2)]
-    memory = [_memory(nonce) for nonce in nonces]
-    met: dict[int, Neighbours] = {}
 
-    def rank(r: int) -> None:
-        met[r] = meet_neighbours(store, r, 2, TEN, memory[r], nonces[r])
+class Memory:
+    """A rank's memory with its nonce in it; closed by whoever made it."""
 
-    first = threading.Thread(target=rank, args=(0,))
-    first.start()
-    address = msgspec.msgpack.decode(store.get("card/0"))["address"]
-    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(4)]
-    for stranger, shown in zip(strangers, (b"", b"", b"x" * 3, b"\0" * 24), strict=True):
-        stranger.connect(address)  # silent, silent, too short, a wrong token
-        if shown:
-            socket.send_fds(stranger, [shown], [memory[1]])
-    strangers[0].close()  # the other silent one stays on the line
-    second = threading.Thread(target=rank, args=(1,))
+    def __init__(self, meeting: Rendezvous) -> None:
+        self.fd = os.memfd_create("test")
+        os.write(self.fd, meeting.nonce)
+
+
+def meet(store: dist.Store, rank: int, size: int, met: dict[int, Neighbours]) -> None:
+    with Rendezvous(store, rank, size, TEN) as meeting:
+        meeting.exchange(Wish("", 0, 0, 0))
+        memory = Memory(meeting)
+        try:
+            meeting.reach(lambda: memory.fd)
+            met[rank] = meeting.conclude(lambda neighbours: neighbours.proven(rank))
+        finally:
+            os.close(memory.fd)
+
+
+def address_of(store: dist.Store, rank: int) -> bytes:
+    return bytes(msgspec.msgpack.decode(store.get(f"card/{rank}"))["address"])
+
+
+def knock(address: bytes, shown: bytes = b"", fd: int | None = None) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(address)
+    if shown:
+        socket.send_fds(stranger, [shown], [] if fd is None else [fd])
+    return stranger
+
+
+def finish(store: dist.Store, first: threading.Thread, met: dict[int, Neighbours]) -> float:
+    """Let rank 1 come to rank 0, who waits for it; returns how long that took."""
+    start = time.monotonic()
+    second = threading.Thread(target=meet, args=(store, 1, 2, met))
     second.start()
     first.join(20)
     second.join(20)
-    assert os.pread(met[0].segments[1], NONCE_BYTES, 0) == nonces[1]
-    assert os.pread(met[1].segments[0], NONCE_BYTES, 0) == nonces[0]
-    assert met[0].components == met[1].components == [[0, 1]]
-    for neighbours in met.values():
-        neighbours.close()
+    took = time.monotonic() - start
+    for rank in (0, 1):
+        assert os.pread(met[rank].segments[1 - rank], NONCE_BYTES, 0) == met[rank].nonces[1 - rank]
+        met[rank].close()
+    return took
+
+
+def test_strangers_are_sent_away_and_silent_ones_cost_no_time() -> None:
+    store, met = dist.HashStore(), {}
+    first = threading.Thread(target=meet, args=(store, 0, 2, met))
+    first.start()
+    address = address_of(store, 0)
+    with open("/dev/null") as file:
+        strangers = [knock(address) for _ in range(100)]  # all stay on the line
+        strangers += [knock(address, b"x" * 3), knock(address, b"\0" * 24, file.fileno())]
+        strangers += [knock(address, b"y" * 24)]
+        knock(address).close()
+        assert finish(store, first, met) < 2.0, "it was a second for each of the silent ones"
     for stranger in strangers:
         stranger.close()
-    for fd in memory:
-        os.close(fd)
+
+
+def test_of_silent_strangers_only_the_latest_are_kept() -> None:
+    opened = door.Door()
+    strangers = [knock(opened.address) for _ in range(200)]
+    strangers[0].settimeout(10)
+    assert strangers[0].recv(1) == b"", "the first was sent away"
+    opened.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_another_user_is_sent_away_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(door, "process_of", lambda connection: None)
+    monkeypatch.setattr(door, "hear_hello", heard.append)
+    opened = door.Door()
+    stranger = knock(opened.address, b"\0" * 24)
+    stranger.settimeout(10)
+    with suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+    stranger.close()
+    opened.close()
+    assert heard == []
 
 
 def test_a_meeting_that_nobody_else_comes_to_names_who_is_missing() -> None:
-    fd = _memory(b"\0" * NONCE_BYTES)
-    with pytest.raises(RendezvousError, match="no sign of rank 1, 2 of 3"):
-        meet_neighbours(dist.HashStore(), 0, 3, timedelta(seconds=0.1), fd, b"\0" * NONCE_BYTES)
-    os.close(fd)
+    soon = timedelta(seconds=0.1)
+    with (
+        Rendezvous(dist.HashStore(), 0, 3, soon) as meeting,
+        pytest.raises(RendezvousError, match="no sign of rank 1, 2 of 3"),
+    ):
+        meeting.exchange(Wish("", 0, 0, 0))
+
+
+@pytest.mark.parametrize("part", ["reach", "conclude"])
+def test_a_rank_that_fails_at_the_meeting_is_named_by_all_at_once(part: str) -> None:
+    store, errors = dist.HashStore(), {}
+
+    def come(rank: int) -> None:
+        def fail(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with Rendezvous(store, rank, 3, TEN) as meeting:
+            meeting.exchange(Wish("", 0, 0, 0))
+            memory = Memory(meeting)
+            bad = part if rank == 1 else ""
+            try:
+                meeting.reach(fail if bad == "reach" else lambda: memory.fd)
+                meeting.conclude(fail if bad else lambda met: met.proven(rank))
+            except RankUnableError as error:
+                errors[rank] = error
+            finally:
+                os.close(memory.fd)
+
+    before = len(os.listdir("/proc/self/fd"))
+    start = time.monotonic()
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert time.monotonic() - start < 5, "not at the timeout"
+    assert [errors[rank].culprit for rank in range(3)] == [1, 1, 1]
+    assert all("ulimit -n" in error.reason for error in errors.values())
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -3,9 +3,10 @@
 It has not heard of gradients, nor of what a tensor means.
 """
 
+from .agreement import Clock, agree_on, fetch, on_all
 from .clib import Operation
 from .codec import decode, encode
-from .rendezvous import Clock, fetch, prove_hosts
+from .rendezvous import Neighbours, prove_hosts
 from .shm import (
     DTYPE_CODES,
     KIND_CODES,
@@ -14,8 +15,10 @@ from .shm import (
     Shm,
     byte_table,
     pointer_table,
+    shortage,
     unavailable,
 )
+from .terms import descriptors_left
 
 __all__ = [
     "DTYPE_CODES",
@@ -23,13 +26,18 @@ __all__ = [
     "MAX_RANKS",
     "REDUCTION_CODES",
     "Clock",
+    "Neighbours",
     "Operation",
     "Shm",
+    "agree_on",
     "byte_table",
     "decode",
+    "descriptors_left",
     "encode",
     "fetch",
+    "on_all",
     "pointer_table",
     "prove_hosts",
+    "shortage",
     "unavailable",
 ]

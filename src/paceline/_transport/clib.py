@@ -94,6 +94,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pl_op_bytes": (c_uint64, ()),
     "pl_heap_at": (c_uint64, (c_int,)),
     "pl_nonce_at": (c_uint64, ()),
+    "pl_build": (c_uint64, ()),
+    "pl_window": (c_uint64, (c_int, c_int, c_uint64)),
     "pl_map": (c_void_p, (c_int, c_uint64)),
     "pl_unmap": (None, (c_void_p, c_uint64)),
     "pl_discard": (None, (c_void_p, c_uint64)),

@@ -1,73 +1,53 @@
 """How the ranks of a group find each other, and which of them share a host.
 
 Everything goes through a torch ``Store``. That two ranks share a host is proven, never inferred:
-each rank listens on a Unix socket with a random abstract name; whoever can connect to it and shows
-the listener's token gets a file descriptor of its memory, and reads there the nonce that the store
-holds. Names, tokens and nonces are random, and the other side must run under the same user, so a
-stranger on the host gets nothing. The same descriptors are the segments that ``shm.py`` maps.
+each rank listens on a Unix socket with a random abstract name (``door.py``); whoever can connect
+to it and shows the listener's token gets a file descriptor of its memory, and reads there the nonce
+that the store holds. Names, tokens and nonces are random, and the other side must run under the
+same user, so a stranger on the host gets nothing. The same descriptors are the segments that
+``shm.py`` maps.
+
+A rank that cannot go on says so before the others wait for it: in its card, or, after that, in the
+word that every rank gives at the end of each part. So a meeting fails on all ranks or on none.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
-import struct
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import TracebackType
+from typing import Protocol, TypeVar
 
 import msgspec
 from torch.distributed import Store
+from typing_extensions import Self
 
 from ..errors import RendezvousError
+from .agreement import Clock, R, SilentError, Word, agree, fetch_all, put, told
+from .door import Door, Hello, hear_hello, process_of, say_hello, watch_of
+from .terms import Wish
 
-_HELLO = struct.Struct("16si?")  # token of the listener, rank, whether the sender has a pidfd
 NONCE_BYTES = 32
+T = TypeVar("T", bound="Closing")
 
 
 class Card(msgspec.Struct, frozen=True):
     """What a rank tells all others through the store."""
 
-    address: bytes
-    token: bytes
+    wish: Wish
     nonce: bytes
-    unable: str  # why this rank cannot use shared memory; empty when it can
+    address: bytes = b""
+    token: bytes = b""
 
 
-class Clock:
-    """Time left until a deadline."""
+class Closing(Protocol):
+    """What is closed when another rank fails."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self.seconds = timeout.total_seconds()
-        self._end = time.monotonic() + self.seconds
-
-    def left(self) -> float:
-        """Seconds left, never zero or less: torch's stores read that as "for ever"."""
-        return max(self._end - time.monotonic(), 0.001)
-
-
-def _put(store: Store, key: str, value: object) -> None:
-    store.set(key, msgspec.msgpack.encode(value))  # type: ignore[arg-type]  # the stub says str
-
-
-def fetch(store: Store, keys: Sequence[str], rank: int, clock: Clock) -> list[bytes]:
-    """The values of ``keys``, one for each rank in order; names the ranks that did not come."""
-    try:
-        store.wait(list(keys), timedelta(seconds=clock.left()))
-    except (RuntimeError, ValueError) as error:
-        late = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-        if not late:
-            raise
-        raise RendezvousError(
-            f"after {clock.seconds:g} s no sign of rank {', '.join(late)} of {len(keys)}",
-            "Start every rank with the same world size, store and arguments, "
-            "or give new_group a longer timeout.",
-            rank,
-        ) from error
-    return [store.get(key) for key in keys]
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -84,6 +64,27 @@ class Neighbours:
     components: list[list[int]] = field(default_factory=list)
     unable: dict[int, str] = field(default_factory=dict)
 
+    def adopt(self, other: int, connection: socket.socket, hello: Hello) -> None:
+        """Keep a rank's memory and something that tells when its process is gone.
+
+        A process's own descriptor is best: a socket also stays open in children it forked. Without
+        one on either side both keep the connection, which hangs up at the end of the process.
+        """
+        self.segments[other] = hello.memory()
+        watch = watch_of(connection)
+        if watch is None or not hello.has_pidfd:
+            if watch is not None:
+                os.close(watch)
+            watch = os.dup(connection.fileno())
+        self.watches[other] = watch
+
+    def proven(self, rank: int) -> Self:
+        """Itself, if the memory of every neighbour holds the nonce that its rank told."""
+        for other, fd in self.segments.items():
+            if os.pread(fd, NONCE_BYTES, 0) != self.nonces[other]:
+                raise RendezvousError(f"the memory of rank {other} is not its own", "Retry.", rank)
+        return self
+
     def close(self) -> None:
         """Close every descriptor that is still open."""
         for fd in (*self.segments.values(), *self.watches.values()):
@@ -92,162 +93,136 @@ class Neighbours:
         self.watches.clear()
 
 
-def meet_neighbours(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    segment: int,
-    nonce: bytes,
-    unable: str = "",
-) -> Neighbours:
-    """Find out who shares this host and swap memory with them; every rank calls it.
+class Rendezvous:
+    """One rank's part in a meeting; every rank makes the same calls, in this order."""
 
-    ``segment`` is this rank's memory, with ``nonce`` somewhere in it for the others to check.
-    """
-    clock = Clock(timeout)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(b"\0paceline-" + secrets.token_hex(16).encode())
-        listener.listen(socket.SOMAXCONN)  # strangers in the queue must not keep ranks out
-        card = Card(listener.getsockname(), secrets.token_bytes(16), nonce, unable)
-        _put(store, f"card/{rank}", card)
-        keys = [f"card/{r}" for r in range(size)]
-        cards = [
-            msgspec.msgpack.decode(data, type=Card) for data in fetch(store, keys, rank, clock)
-        ]
-        met = Neighbours(unable={r: c.unable for r, c in enumerate(cards) if c.unable})
-        met.nonces = {r: c.nonce for r, c in enumerate(cards)}
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._store, self._rank, self._size = store, rank, size
+        self._clock = Clock(timeout)
+        self._door: Door | None = None
+        self._calls: dict[int, socket.socket] = {}
+        self._cards: list[Card] = []
+        self._memory = -1
+        self._expected: set[int] = set()
+
+    def exchange(self, wish: Wish) -> list[Wish]:
+        """Tell the others what this rank can do; returns what each can."""
+        card = Card(wish, self.nonce)
+        if not wish.unable:
+            try:
+                self._door = Door()
+                card = Card(wish, self.nonce, self._door.address, self._door.token)
+            except OSError as error:
+                card = Card(msgspec.structs.replace(wish, unable=told(error)), self.nonce)
+        put(self._store, f"card/{self._rank}", card)
+        self._cards = self._fetch("card", Card)
+        return [card.wish for card in self._cards]
+
+    def reach(self, memory: Callable[[], int]) -> list[list[int]]:
+        """Show ``memory()``, a descriptor, to the ranks of this host; returns all ranks by host.
+
+        The descriptor stays the caller's, and open until :meth:`conclude` is done.
+        """
+
+        def call_lower() -> list[int]:
+            self._memory = memory()
+            for lower in range(self._rank):
+                self._call(lower)
+            return sorted(self._calls)
+
+        reached = [word.reached for word in self._agree("reach", call_lower)]
+        self._expected = {r for r, lower in enumerate(reached) if self._rank in lower}
+        return connected(reached)
+
+    def conclude(self, make: Callable[[Neighbours], T]) -> T:
+        """``make(neighbours)``, if it succeeds on every rank; else what it made is closed.
+
+        ``make`` owns the descriptors of the neighbours, which are closed too if it fails.
+        """
+        met = Neighbours(nonces={r: card.nonce for r, card in enumerate(self._cards)})
+        made: list[T] = []
+
+        def greet_and_make() -> list[int]:
+            self._greet(met)
+            made.append(make(met))
+            return []
+
         try:
-            _Handshake(rank, cards, segment, clock, met).run(store, listener)
+            self._agree("made", greet_and_make)
         except BaseException:
+            for thing in made:
+                thing.close()
             met.close()
             raise
-    return met
+        return made[0]
 
+    def __enter__(self) -> Self:
+        return self
 
-@dataclass
-class _Handshake:
-    """One rank's part in the swap: call every lower rank, be called by every higher one."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hang_up()
 
-    rank: int
-    cards: Sequence[Card]
-    segment: int
-    clock: Clock
-    met: Neighbours
+    def _hang_up(self) -> None:
+        for call in self._calls.values():
+            call.close()
+        self._calls.clear()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
 
-    def run(self, store: Store, listener: socket.socket) -> None:
-        calls: dict[int, socket.socket] = {}
-        try:
-            for lower in range(self.rank):
-                if (call := self._call(lower)) is not None:
-                    calls[lower] = call
-            _put(store, f"reach/{self.rank}", sorted(calls))
-            keys = [f"reach/{r}" for r in range(len(self.cards))]
-            reach = [
-                msgspec.msgpack.decode(data, type=list[int])
-                for data in fetch(store, keys, self.rank, self.clock)
-            ]
-            self._be_called(listener, {r for r, lower in enumerate(reach) if self.rank in lower})
-            while calls:
-                lower, call = calls.popitem()
-                with call:
-                    _, _, has_pidfd, fd = self._receive(call)
-                    self._adopt(lower, call, fd, has_pidfd)
-        except (TimeoutError, ConnectionError) as error:
-            raise RendezvousError(
-                f"a rank on this host did not answer within {self.clock.seconds:g} s",
-                "It may have died: look at its output; or give new_group a longer timeout.",
-                self.rank,
-            ) from error
-        finally:
-            for call in calls.values():
-                call.close()
-        self.met.components = connected(reach)
+    # -- what all ranks do together -----------------------------------------------------------
 
-    def _call(self, other: int) -> socket.socket | None:
-        """Connect to a rank and show it our memory; None when it is not on this host."""
+    def _fetch(self, part: str, kind: type[R]) -> list[R]:
+        return fetch_all(self._store, part, kind, self._rank, self._size, self._clock)
+
+    def _agree(self, part: str, step: Callable[[], list[int]]) -> list[Word]:
+        at = (self._store, part, self._rank, self._size, self._clock)
+        return agree("shm", *at, step, self._hang_up)
+
+    # -- how two of them meet -----------------------------------------------------------------
+
+    def _call(self, other: int) -> None:
+        """Connect to a rank and show it our memory, if it is on this host."""
         call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            call.settimeout(self.clock.left())
-            call.connect(self.cards[other].address)
-            if _process_of(call) is None:
+            call.settimeout(self._clock.left())
+            call.connect(self._cards[other].address)
+            if process_of(call) is None:
                 raise PermissionError
-            self._send(call, self.cards[other].token)
+            say_hello(call, self._cards[other].token, self._rank, self._memory)
         except (ConnectionError, FileNotFoundError, PermissionError):
             call.close()
-            return None
+            return
         except BaseException:
             call.close()
             raise
-        return call
+        self._calls[other] = call
 
-    def _be_called(self, listener: socket.socket, expected: set[int]) -> None:
-        """Swap with every expected caller; strangers are sent away and the wait goes on."""
-        while expected:
-            listener.settimeout(self.clock.left())
-            guest, _ = listener.accept()
-            with guest:
-                try:
-                    # a rank has said hello before it is let in; who is silent is a stranger
-                    token, who, has_pidfd, fd = self._receive(guest, 1.0)
-                except (ConnectionError, TimeoutError):
-                    continue
-                known = secrets.compare_digest(token, self.cards[self.rank].token)
-                if not known or who not in expected or _process_of(guest) is None:
-                    os.close(fd)
-                    continue
-                self._send(guest, token)
-                self._adopt(who, guest, fd, has_pidfd)
-                expected.discard(who)
-
-    def _send(self, connection: socket.socket, token: bytes) -> None:
-        watch = _watch(connection)
-        if watch is not None:
-            os.close(watch)
-        hello = _HELLO.pack(token, self.rank, watch is not None)
-        socket.send_fds(connection, [hello], [self.segment])
-
-    def _receive(
-        self, connection: socket.socket, patience: float = math.inf
-    ) -> tuple[bytes, int, bool, int]:
-        connection.settimeout(min(self.clock.left(), patience))
-        data, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-        if len(data) != _HELLO.size or len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
-            raise ConnectionError("not one of ours")
-        token, who, has_pidfd = _HELLO.unpack(data)
-        return token, who, has_pidfd, fds[0]
-
-    def _adopt(self, other: int, connection: socket.socket, fd: int, has_pidfd: bool) -> None:
-        """Keep a rank's memory and something that tells when its process is gone.
-
-        A process's own descriptor is best: a socket also stays open in children it forked. Without
-        one on either side both keep the connection, which hangs up at the end of the process.
-        """
-        self.met.segments[other] = fd
-        watch = _watch(connection)
-        if watch is None or not has_pidfd:
-            if watch is not None:
-                os.close(watch)
-            watch = os.dup(connection.fileno())
-        self.met.watches[other] = watch
-
-
-def _process_of(connection: socket.socket) -> int | None:
-    """The process id at the other end (0: not visible), or None when another user owns it."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", raw)
-    return int(pid) if user == os.getuid() else None
-
-
-def _watch(connection: socket.socket) -> int | None:
-    """A descriptor that becomes readable when the process at the other end is gone."""
-    pid = _process_of(connection)
-    try:
-        return os.pidfd_open(pid) if pid else None
-    except OSError:  # an old kernel, or a process of another namespace
-        return None
+    def _greet(self, met: Neighbours) -> None:
+        """Swap with those who called, then hear those who were called."""
+        assert self._door is not None, "exchange opens it"
+        guests = self._door.take(self._expected, self._clock.left())
+        try:
+            for other, (guest, hello) in list(guests.items()):
+                say_hello(guest, hello.token, self._rank, self._memory)
+                met.adopt(other, guest, hello)
+        finally:
+            for other, (guest, hello) in guests.items():
+                guest.close()
+                if other not in met.segments:
+                    hello.close()
+        for other, call in self._calls.items():
+            call.settimeout(self._clock.left())
+            try:
+                met.adopt(other, call, hear_hello(call))
+            except (ConnectionError, TimeoutError) as error:
+                raise SilentError(other) from error
 
 
 def connected(reach: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -267,20 +242,26 @@ def connected(reach: Sequence[Sequence[int]]) -> list[list[int]]:
 def prove_hosts(
     store: Store, rank: int, size: int, timeout: timedelta, unable: str = ""
 ) -> Neighbours:
-    """Which ranks share a host (``components``) and which cannot use shared memory (``unable``).
+    """Which ranks share a host (``components``), or which cannot share memory (``unable``).
 
-    Every rank calls it and gets the same answer. No descriptor is left open.
+    Every rank calls it and gets the same answer. No descriptor is left open. When some are unable,
+    nobody asks who shares a host.
     """
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    proof = os.memfd_create("paceline-proof", os.MFD_CLOEXEC)
-    try:
-        os.write(proof, nonce)
-        met = meet_neighbours(store, rank, size, timeout, proof, nonce, unable)
-        for other, fd in met.segments.items():
-            if os.pread(fd, NONCE_BYTES, 0) != met.nonces[other]:
-                met.close()
-                raise RendezvousError(f"the memory of rank {other} is not its own", "Retry.", rank)
-        met.close()
-    finally:
-        os.close(proof)
-    return met
+    with Rendezvous(store, rank, size, timeout) as meeting:
+        wishes = meeting.exchange(Wish("", 0, 0, 0, unable))
+        if found := {r: wish.unable for r, wish in enumerate(wishes) if wish.unable}:
+            return Neighbours(unable=found)
+        proofs: list[int] = []
+
+        def proof() -> int:
+            proofs.append(os.memfd_create("paceline-proof", os.MFD_CLOEXEC))
+            os.write(proofs[0], meeting.nonce)
+            return proofs[0]
+
+        try:
+            components = meeting.reach(proof)
+            meeting.conclude(lambda met: met.proven(rank)).close()
+        finally:
+            for fd in proofs:
+                os.close(fd)
+        return Neighbours(components=components)

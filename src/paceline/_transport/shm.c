@@ -31,6 +31,9 @@
  * overtake each other as their peers allow.
  */
 #define _GNU_SOURCE
+#ifndef PACELINE_SOURCE
+#define PACELINE_SOURCE 0
+#endif
 #include "shm_collectives.h"
 #include "shm_transfers.h"
 
@@ -119,6 +122,27 @@ EXPORT uint64_t pl_op_bytes(void) { return sizeof(Op); }
 EXPORT uint64_t pl_heap_at(int n) { return heap_at(n); }
 EXPORT uint64_t pl_nonce_at(void) { return offsetof(Control, nonce); }
 
+/* A number that two libraries share only if they read each other's memory alike: the text they were
+ * built from (setup.py hashes it), and what the compiler made of it. */
+EXPORT uint64_t pl_build(void) {
+    const uint64_t facts[] = {
+        PACELINE_SOURCE, sizeof(void *), sizeof(Control), sizeof(Channel), sizeof(Header), sizeof(Call),
+        SLOT, WINDOW, RING, ALIGN, MAX_RANKS, T_COUNT, R_COUNT, __BYTE_ORDER__,
+    };
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof facts; i++) hash = (hash ^ ((const uint8_t *)facts)[i]) * 1099511628211u;
+    return hash;
+}
+
+/* The bytes that move in one step. Ranks must use the same: ask with numbers that all of them have
+ * agreed on. `cores`: the fewest that any rank may run on; `asked`: 0 to choose. 0: that cannot be. */
+EXPORT uint64_t pl_window(int n, int cores, uint64_t asked) {
+    if (n < 1 || n > MAX_RANKS || (asked && (asked < (uint64_t)n * ALIGN || asked > WINDOW))) return 0;
+    if (asked || n > cores) return asked ? asked : WINDOW;
+    size_t fitting = WINDOW / 8; /* the buffers of a window stay in the caches */
+    return fitting < (size_t)n << 13 ? (size_t)n << 13 : fitting;
+}
+
 EXPORT void *pl_map(int fd, uint64_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     return p == MAP_FAILED ? NULL : p;
@@ -126,7 +150,11 @@ EXPORT void *pl_map(int fd, uint64_t bytes) {
 EXPORT void pl_unmap(void *p, uint64_t bytes) { munmap(p, bytes); }
 EXPORT void pl_discard(void *p, uint64_t bytes) { madvise(p, bytes, MADV_REMOVE); }
 
+/* `segment`: bytes of every rank's memory; `window`: from pl_window; both agreed on by all ranks.
+ * `cores`: those of this rank, which only says how it waits. NULL: no memory, or numbers that cannot be. */
 EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uint64_t segment, int cores, uint64_t window) {
+    if (n < 1 || n > MAX_RANKS || rank < 0 || rank >= n || segment < heap_at(n) || pl_window(n, 1, window) != window)
+        return NULL;
     Engine *e = calloc(1, sizeof *e);
     if (!e) return NULL;
     e->rank = rank;
@@ -140,10 +168,7 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     e->spins = crowded ? 1 : 400;
     e->yields = crowded ? 4 : 64;
     e->yield_ns = crowded ? 20000 : 50000;
-    size_t fitting = WINDOW / 8; /* the buffers of a window stay in the caches */
-    if (fitting < (size_t)n << 13) fitting = (size_t)n << 13;
-    e->window = window ? window : crowded ? WINDOW : fitting;
-    if (e->window > WINDOW) e->window = WINDOW;
+    e->window = window;
     e->small = SLOT;
     e->direct = SLOT / 8; /* shared tensors above this are better reduced where they lie */
     e->flat = SLOT * 2 / n; /* every rank reads all of it: worth it while that is little */

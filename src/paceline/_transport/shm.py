@@ -11,14 +11,15 @@ large as the machine's memory, but only pages that are used exist.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import mmap
 import os
-import resource
-import secrets
 import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import addressof
 from datetime import timedelta
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -29,15 +30,17 @@ from ..errors import (
     EngineUnavailableError,
     GroupClosedError,
     MismatchError,
+    OptionValueError,
     PacelineError,
     PeerDiedError,
     PeerLeftError,
     RendezvousError,
 )
-from . import clib
+from . import clib, terms
 from .clib import RUN, describe
 from .heap import Heap
-from .rendezvous import NONCE_BYTES, Neighbours, meet_neighbours
+from .rendezvous import NONCE_BYTES, Neighbours, Rendezvous
+from .terms import Wish
 
 MAX_RANKS = 64
 PATIENCE_NS = 100_000_000  # how long a call stays in C before Python may handle a signal
@@ -90,25 +93,38 @@ def _functions() -> ctypes.CDLL:
     return loaded
 
 
-def _heap_bytes(size: int) -> int:
-    """Room for shared tensors: address space, not memory; less where that is limited too."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        return 64 << 20
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(memory, (16 << 40) // size) // 4096 * 4096
+def shortage(size: int) -> str:
+    """Why this process cannot share memory with ``size`` ranks; empty when it can."""
+    if reason := unavailable():
+        return reason
+    if size > MAX_RANKS:
+        return f"there are {size} ranks, and it takes {MAX_RANKS}"
+    return terms.shortage(_functions().pl_heap_at(size), size)
+
+
+def _wish(size: int, window: object) -> Wish:
+    """What this rank can do and was asked to do."""
+    if reason := shortage(size):
+        return Wish("", 0, 0, 0, reason)
+    if type(window) is not int or not 0 <= window < 1 << 63:
+        return Wish("", 0, 0, 0, f"window={window!r} was given, which is no number of bytes")
+    calls = _functions()
+    build = f"{metadata.version('paceline')}, library {calls.pl_build():016x}"
+    cores, heap = len(os.sched_getaffinity(0)), terms.heap_limit(calls.pl_heap_at(size), size)
+    return Wish(build, cores, heap, window)
 
 
 class Segment:
     """This rank's memory, mapped as long as the engine or a tensor uses it."""
 
-    def __init__(self, size: int, nonce: bytes) -> None:
+    def __init__(self, size: int, heap: int, nonce: bytes) -> None:
         calls = _functions()
-        self.fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         start = calls.pl_heap_at(size)
-        self.bytes = start + _heap_bytes(size)
+        self.bytes = start + heap
         try:
             os.ftruncate(self.fd, self.bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             self.address = map_segment(self.fd, self.bytes)
         except BaseException:
             os.close(self.fd)
@@ -137,16 +153,34 @@ class Segment:
 
     def _free(self, start: int) -> None:
         size = self.heap.give_back(start)
-        first, last = -(-start // 4096) * 4096, (start + size) // 4096 * 4096
+        page = mmap.PAGESIZE
+        first, last = -(-start // page) * page, (start + size) // page * page
         if last - first >= 1 << 20:  # back to the system; smaller ones are soon used again
             _functions().pl_discard(self.address + first, last - first)
+
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else a rank could cut memory off under others
+
+
+def check_segment(fd: int, size: int, owner: int) -> None:
+    """Make sure that the memory of a rank is as large as agreed, and stays so."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memory of ours
+        seals = 0
+    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size:
+        raise RendezvousError(
+            f"what rank {owner} gave as its memory is not {size} sealed bytes", "Retry."
+        )
 
 
 def map_segment(fd: int, size: int) -> int:
     """Map a segment and return its address."""
     address = _functions().pl_map(fd, size)
     if not address:
-        raise EngineUnavailableError("shm", f"{size} bytes of shared memory cannot be mapped")
+        raise EngineUnavailableError(
+            "shm", f"{size} bytes of shared memory cannot be mapped (address space: ulimit -v)"
+        )
     return int(address)
 
 
@@ -164,10 +198,12 @@ class _Resources:
 
     def map_peers(self) -> None:
         at = self.calls.pl_nonce_at()
-        for r, fd in self.met.segments.items():
+        for r, fd in list(self.met.segments.items()):
+            check_segment(fd, self.segment.bytes, r)
             self.peers[r] = address = map_segment(fd, self.segment.bytes)
             if ctypes.string_at(address + at, NONCE_BYTES) != self.met.nonces[r]:
                 raise RendezvousError(f"the memory of rank {r} is not its own", "Retry.")
+            os.close(self.met.segments.pop(r))  # the mapping stays
 
     def release(self, *, at_once: bool) -> None:
         engine, self.engine = self.engine, None
@@ -223,36 +259,49 @@ class Shm:
             len(os.sched_getaffinity(0)),
             window,
         )
+        if not resources.engine:
+            raise EngineUnavailableError("shm", "the engine has no memory for itself", rank)
         self._start, self._wait = calls.pl_start, calls.pl_wait
 
     @classmethod
     def open(
         cls, store: Store, rank: int, size: int, timeout: timedelta, *, window: int = 0
     ) -> Shm:
-        """Meet the other ranks and map their memory; every rank calls it."""
+        """Meet the other ranks and map their memory; every rank calls it.
+
+        It succeeds on every rank, or raises on every rank.
+        """
         if size > MAX_RANKS:
             raise EngineUnavailableError("shm", f"{size} ranks, and it takes {MAX_RANKS}", rank)
-        if reason := unavailable():
-            raise EngineUnavailableError("shm", reason, rank)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        segment = Segment(size, nonce)
-        try:
-            met = meet_neighbours(store, rank, size, timeout, segment.fd, nonce)
-        finally:
-            segment.close_file()
-        try:
-            strangers = sorted(set(range(size)) - set(met.segments) - {rank})
-            if strangers:
-                names = ", ".join(map(str, strangers))
-                raise EngineUnavailableError("shm", f"rank {names} is not on this host", rank)
-            return cls(rank, size, segment, met, window)
-        except BaseException:
-            met.close()
-            raise
-        finally:
-            for fd in met.segments.values():  # mapped, or of no use
-                os.close(fd)
-            met.segments.clear()
+        with Rendezvous(store, rank, size, timeout) as meeting:
+            agreed = terms.settle(meeting.exchange(_wish(size, window)), rank)
+            step = _functions().pl_window(size, agreed.cores, agreed.window)
+            if not step:
+                least = f"0, or from {64 * size} (64 bytes for each rank) to {1 << 20} bytes"
+                raise OptionValueError("shm", "window", str(window), least, rank)
+            segments: list[Segment] = []
+
+            def memory() -> int:
+                segments.append(Segment(size, agreed.heap, meeting.nonce))
+                return segments[0].fd
+
+            try:
+                hosts = meeting.reach(memory)
+                if len(hosts) > 1:
+                    away = ", ".join(str(r) for part in hosts if rank not in part for r in part)
+                    reason = f"rank {away} is not on this host"
+                    raise EngineUnavailableError("shm", reason, rank)
+                return meeting.conclude(lambda met: cls._join(rank, size, segments[0], met, step))
+            finally:
+                for segment in segments:
+                    segment.close_file()
+
+    @classmethod
+    def _join(cls, rank: int, size: int, segment: Segment, met: Neighbours, window: int) -> Shm:
+        if strangers := sorted(set(range(size)) - set(met.segments) - {rank}):
+            names = ", ".join(map(str, strangers))
+            raise EngineUnavailableError("shm", f"it does not reach rank {names}", rank)
+        return cls(rank, size, segment, met, window)
 
     # -- operations ---------------------------------------------------------------------------
 

@@ -139,6 +139,9 @@ static Stretch window_of(const Op *op, uint64_t t) {
     return (Stretch){at, op->count - at < op->piece ? op->count - at : op->piece};
 }
 
+/* Ticks are counted in 24 bits, so what is very large does not move in windows that are very small. */
+static size_t window_for(Engine *e, uint64_t bytes) { return bytes / e->window < 1u << 20 ? e->window : WINDOW; }
+
 static int keeps(Engine *e, const Op *op) { return op->kind != REDUCE || e->rank == op->root; }
 
 
@@ -206,7 +209,7 @@ static void plan_reduction(Engine *e, Op *op) {
         op->ticks = op->exit_wait = 1;
     } else {
         uint64_t unit = (uint64_t)e->n * ALIGN;
-        op->piece = e->window / unit * unit / op->itemsize;
+        op->piece = window_for(e, own_bytes(op)) / unit * unit / op->itemsize;
         op->windows = (op->count + op->piece - 1) / op->piece;
         op->path = P_TWO_PHASE;
         op->ticks = op->windows + 2;
@@ -226,7 +229,7 @@ static uint64_t before(Engine *e, const Op *op, int s, int d) { /* where block d
 
 static void plan_exchange(Engine *e, Op *op) {
     op->path = P_EXCHANGE;
-    op->piece = is_personal(op) ? e->window / e->n / ALIGN * ALIGN : e->window;
+    uint64_t longest = 0; /* of what comes in windows, for one rank */
     int all_direct = 1;
     for (int s = 0; s < e->n; s++) all_direct &= call_of(e, op, s)->offset != 0;
     for (int s = 0; s < e->n; s++) {
@@ -235,12 +238,13 @@ static void plan_exchange(Engine *e, Op *op) {
             op->exit_wait = 1;
             continue;
         }
-        uint64_t longest = 0;
         for (int d = 0; d < e->n; d++)
             if (given(e, op, s, d) > longest) longest = given(e, op, s, d);
-        uint64_t windows = (longest + op->piece - 1) / op->piece;
-        if (windows > op->windows) op->windows = windows;
     }
+    int shares = is_personal(op) ? e->n : 1; /* of a window, one for each receiver */
+    op->piece = window_for(e, longest * shares) / shares;
+    if (shares > 1) op->piece = op->piece / ALIGN * ALIGN;
+    op->windows = (longest + op->piece - 1) / op->piece;
     op->moved = op->kind == REDUCE_SCATTER && !all_direct; /* direct payloads are not to be used */
     op->ticks = op->windows ? op->windows + 1 : op->exit_wait;
 }

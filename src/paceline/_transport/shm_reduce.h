@@ -137,9 +137,10 @@ static inline uint16_t f32_to_f16(float f) {
         if (at < count) PASS(T, A, LOAD, STORE, OP, FINISH, count - at);                           \
     }
 
-#define ARITHMETIC(t, T, A, LOAD, STORE)                                                           \
+/* M: what a mean is summed in, wide enough for the sum over MAX_RANKS ranks. */
+#define ARITHMETIC(t, T, A, M, LOAD, STORE)                                                        \
     LOOP(t##_sum, T, A, LOAD, STORE, SUM, KEEP)                                                    \
-    LOOP(t##_avg, T, A, LOAD, STORE, SUM, MEAN)                                                    \
+    LOOP(t##_avg, T, M, LOAD, STORE, SUM, MEAN)                                                    \
     LOOP(t##_product, T, A, LOAD, STORE, PRODUCT, KEEP)                                            \
     LOOP(t##_min, T, A, LOAD, STORE, MIN, KEEP)                                                    \
     LOOP(t##_max, T, A, LOAD, STORE, MAX, KEEP)
@@ -147,23 +148,26 @@ static inline uint16_t f32_to_f16(float f) {
     LOOP(t##_band, T, T, AS_IS, AS_IS, BAND, KEEP)                                                 \
     LOOP(t##_bor, T, T, AS_IS, AS_IS, BOR, KEEP)                                                   \
     LOOP(t##_bxor, T, T, AS_IS, AS_IS, BXOR, KEEP)
-#define INTEGER(t, T)                                                                              \
-    ARITHMETIC(t, T, T, AS_IS, AS_IS)                                                              \
+#define INTEGER(t, T, M)                                                                           \
+    ARITHMETIC(t, T, T, M, AS_IS, AS_IS)                                                           \
     BITWISE(t, T)
 
-/* Signed sums wrap, as torch's do; unsigned arithmetic makes that defined (see -fwrapv in setup.py). */
-INTEGER(u8, uint8_t)
-INTEGER(i8, int8_t)
-INTEGER(i16, int16_t)
-INTEGER(i32, int32_t)
-INTEGER(i64, int64_t)
-INTEGER(u16, uint16_t)
-INTEGER(u32, uint32_t)
-INTEGER(u64, uint64_t)
-ARITHMETIC(f32, float, float, AS_IS, AS_IS)
-ARITHMETIC(f64, double, double, AS_IS, AS_IS)
-ARITHMETIC(f16, half_t, float, f16_to_f32, f32_to_f16)
-ARITHMETIC(bf16, uint16_t, float, bf16_to_f32, f32_to_bf16)
+/* Signed sums wrap, as torch's do; unsigned arithmetic makes that defined (see -fwrapv in setup.py).
+ * A mean always fits its type, so its sum must not wrap on the way; it is cut off towards zero. */
+typedef __int128 wide_t;
+typedef unsigned __int128 uwide_t;
+INTEGER(u8, uint8_t, uint32_t)
+INTEGER(i8, int8_t, int32_t)
+INTEGER(i16, int16_t, int32_t)
+INTEGER(i32, int32_t, int64_t)
+INTEGER(i64, int64_t, wide_t)
+INTEGER(u16, uint16_t, uint32_t)
+INTEGER(u32, uint32_t, uint64_t)
+INTEGER(u64, uint64_t, uwide_t)
+ARITHMETIC(f32, float, float, float, AS_IS, AS_IS)
+ARITHMETIC(f64, double, double, double, AS_IS, AS_IS)
+ARITHMETIC(f16, half_t, float, float, f16_to_f32, f32_to_f16)
+ARITHMETIC(bf16, uint16_t, float, float, bf16_to_f32, f32_to_bf16)
 
 #define ROW_FLOAT(t) {t##_sum, t##_avg, t##_product, t##_min, t##_max, NULL, NULL, NULL}
 #define ROW_INT(t) {t##_sum, t##_avg, t##_product, t##_min, t##_max, t##_band, t##_bor, t##_bxor}

@@ -8,7 +8,10 @@
     ├── UnexpectedOptionError      an option its backend does not read          (TypeError)
     ├── UnknownOptionError         the same, where torch raises KeyError        (KeyError)
     ├── EngineUnavailableError     a backend that cannot work here              (RuntimeError)
+    │   └── RankUnableError        …on one of the ranks; all raise it
+    ├── OptionValueError           an option with a value it cannot have        (ValueError)
     ├── RendezvousError            the ranks could not find each other          (RuntimeError)
+    │   └── DisagreementError      …or were told different things
     ├── CollectiveArgumentError    a bad argument, noticed before sending       (ValueError)
     │   └── CollectiveTypeError    …of a wrong type                             (TypeError)
     ├── UnsupportedError           something this engine does not do            (RuntimeError)
@@ -99,14 +102,17 @@ from .groups import (
     CollectiveArgumentError,
     CollectiveTimeoutError,
     CollectiveTypeError,
+    DisagreementError,
     EngineUnavailableError,
     GroupClosedError,
     GroupError,
     MismatchError,
     MonitoredBarrierError,
+    OptionValueError,
     PeerDiedError,
     PeerLeftError,
     RanksFailedError,
+    RankUnableError,
     RendezvousError,
     UnexpectedOptionError,
     UnknownBackendError,
@@ -154,6 +160,7 @@ __all__ = [
     "CollectiveTypeError",
     "CommHookError",
     "DamagedLogError",
+    "DisagreementError",
     "EarlyTerminationError",
     "EngineUnavailableError",
     "ExplainedError",
@@ -182,6 +189,7 @@ __all__ = [
     "OptimizerArgumentError",
     "OptimizerStateError",
     "OptimizerTypeError",
+    "OptionValueError",
     "PacelineError",
     "PeerDiedError",
     "PeerDiedUnjoinedError",
@@ -191,6 +199,7 @@ __all__ = [
     "PeerLeftError",
     "PeerLeftUnjoinedError",
     "PortTakenError",
+    "RankUnableError",
     "RanksFailedError",
     "RecorderArgumentError",
     "RendezvousError",

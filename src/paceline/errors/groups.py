@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .base import ExplainedError, PacelineError, ranks_named
@@ -86,6 +86,39 @@ class EngineUnavailableError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class RankUnableError(EngineUnavailableError):
+    """A rank cannot do its part of a backend. Every rank raises it, so all can choose another."""
+
+    culprit: int = -1
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return (
+            f"{where}the {self.backend} backend cannot be used: "
+            f"rank {self.culprit} is not able to: {self.reason}. No rank has opened the group. "
+            "Raise the limit there, or let backend='auto' pick another backend."
+        )
+
+
+@dataclass(eq=False)
+class OptionValueError(PacelineError, ValueError):
+    """A backend was given a value that its option cannot have."""
+
+    backend: str
+    option: str
+    found: str
+    expected: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return (
+            f"{where}the {self.backend} backend: {self.option}: expected {self.expected}, "
+            f"got {self.found}. No rank has opened the group."
+        )
+
+
+@dataclass(eq=False)
 class RendezvousError(PacelineError, RuntimeError, ValueError):
     """The ranks of a group could not find each other."""
 
@@ -96,6 +129,21 @@ class RendezvousError(PacelineError, RuntimeError, ValueError):
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
         return f"{where}{self.reason}. {self.remedy}"
+
+
+@dataclass(eq=False)
+class DisagreementError(RendezvousError):
+    """Ranks that open one group were told, or have, different things. Every rank raises it."""
+
+    what: str = ""
+    values: Mapping[int, str] = field(default_factory=dict)  # by rank
+
+    def __str__(self) -> str:
+        told: dict[str, list[int]] = {}
+        for rank, value in self.values.items():
+            told.setdefault(value, []).append(rank)
+        sides = "; ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in told.items())
+        return f"{super().__str__()} Found for {self.what}: {sides}."
 
 
 @dataclass(eq=False)

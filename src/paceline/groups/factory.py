@@ -18,15 +18,17 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.rendezvous import rendezvous
 
-from .._transport import prove_hosts, unavailable
+from .._transport import agree_on, unavailable
 from ..errors import (
     BackendTakenError,
     EngineUnavailableError,
+    RankUnableError,
     RendezvousError,
     UnexpectedOptionError,
     UnknownBackendError,
     UnsupportedError,
 )
+from .choice import choose_backend, facts_of, fall_back
 from .device_backend import DeviceEngine
 from .engine import Engine
 from .fake_backend import FakeEngine
@@ -183,6 +185,9 @@ def _offer(name: str, known: Sequence[str] | None = ()) -> Callable[[Opener], Op
                 raise UnexpectedOptionError(name, unknown, known)
 
             def reopen(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+                if name != "fake":  # it has no peers
+                    facts = facts_of(name, device, {} if name == "nccl" else kwargs)
+                    agree_on(store, rank, size, timeout, facts)
                 return opener(store, rank, size, timeout, device, **kwargs)
 
             return Group(
@@ -275,32 +280,15 @@ def _open_auto(
     }[chosen]
     try:
         return opener(PrefixStore(chosen, store), rank, size, timeout, device, **options)
+    except RankUnableError as error:  # the same on all ranks
+        if os.environ.get("PACELINE_BACKEND", "auto") != "auto" or chosen == "gloo":
+            raise
+        fall_back(store, rank, size, timeout, error)
+        return _open_gloo(PrefixStore("gloo", store), rank, size, timeout, device)
     except TypeError as error:
         if isinstance(error, UnexpectedOptionError) or not options:
             raise
         raise UnexpectedOptionError(chosen, sorted(options)) from error
-
-
-def choose_backend(
-    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
-) -> str:
-    """What ``auto`` takes for these ranks; all of them call it and get the same answer.
-
-    ``PACELINE_BACKEND``, which ``paceline run --backend`` sets, settles it for all ranks.
-    """
-    asked = os.environ.get("PACELINE_BACKEND", "auto")
-    if asked not in (known := ["auto", "gloo", "hybrid", "nccl", "shm"]):
-        raise UnknownBackendError(asked, known, variable="PACELINE_BACKEND")
-    if device.type == "cuda":
-        return "gloo" if asked == "gloo" else "nccl"
-    if asked in ("gloo", "hybrid", "shm"):
-        return asked
-    hosts = prove_hosts(PrefixStore("hosts", store), rank, size, timeout, unavailable())
-    if hosts.unable:
-        return "gloo"
-    if len(hosts.components) == 1:
-        return "shm"
-    return "hybrid" if len(hosts.components) < size else "gloo"
 
 
 @_offer("paceline")

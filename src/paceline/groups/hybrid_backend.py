@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed import Work as TorchWork
 
-from .._transport import Clock, prove_hosts, unavailable
+from .._transport import Clock, on_all, prove_hosts, shortage
 from ..errors import (
     CollectiveArgumentError,
     CollectiveTimeoutError,
@@ -46,9 +46,10 @@ from ..errors import (
     MismatchError,
     PeerDiedError,
     PeerLeftError,
-    RendezvousError,
+    RankUnableError,
     UnsupportedError,
 )
+from . import integer_mean
 from .engine import Call, Capabilities
 from .hybrid_calls import HEAD, INLINE, as_bytes, describe, is_inline, tell
 from .hybrid_collectives import Collectives
@@ -113,34 +114,24 @@ class HybridEngine:
         """
         _refuse_devices(between, device, rank)
         clock = Clock(timeout)
-        met = prove_hosts(PrefixStore("hosts", store), rank, size, timeout, unavailable())
+        met = prove_hosts(PrefixStore("hosts", store), rank, size, timeout, shortage(1))
         if met.unable:
-            who, why = next(iter(met.unable.items()))
-            raise EngineUnavailableError("hybrid", f"rank {who} has no shared memory: {why}", rank)
+            culprit, why = next(iter(met.unable.items()))
+            raise RankUnableError("hybrid", why, rank, culprit=culprit)
         hosts = Hosts(met.components, rank)
         corner = PrefixStore(f"host/{hosts.host}", store)
         left = timedelta(seconds=clock.left())
-        local = ShmEngine.open(corner, hosts.place, len(hosts.here), left)
-        gloo = Gloo.open(store, hosts, clock) if len(met.components) > 1 else None
-        engine = cls(hosts, local, gloo, News(PrefixStore("faults", store), rank), striped)
-        try:
-            engine._agree_on_options(Time(clock.left()))
-        except BaseException:
-            engine.abort()
-            engine.shutdown()
-            raise
-        return engine
 
-    def _agree_on_options(self, time: Time) -> None:
-        own = -1 if self._striped is None else int(self._striped)
-        chosen = self._steps.exchange(torch.tensor([own]), time)
-        if len({int(c) for c in chosen}) > 1:
-            told = {r: {-1: None, 0: False, 1: True}[int(c)] for r, c in enumerate(chosen)}
-            raise RendezvousError(
-                f"the ranks gave different options, striped by rank: {told}",
-                "Give every rank the same.",
-                self._rank,
-            )
+        def share() -> ShmEngine:
+            try:
+                return ShmEngine.open(corner, hosts.place, len(hosts.here), left)
+            except RankUnableError as error:
+                culprit = hosts.here[error.culprit]
+                raise RankUnableError("hybrid", error.reason, rank, culprit=culprit) from error
+
+        local = on_all(PrefixStore("local", store), rank, size, clock, share, "hybrid")
+        gloo = Gloo.open(store, hosts, clock) if len(met.components) > 1 else None
+        return cls(hosts, local, gloo, News(PrefixStore("faults", store), rank), striped)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -181,16 +172,25 @@ class HybridEngine:
             lambda: self._guard(call, lambda: self._collective(call)), call.outputs or call.inputs
         )
 
-    def _collective(self, call: Call) -> None:
+    def _collective(self, asked: Call) -> None:
+        if not integer_mean.applies(asked):
+            self._agree_and_run(asked, asked)
+            return
+        instead, finish = integer_mean.as_sum(asked, self._rank, self._size)
+        self._agree_and_run(asked, instead)
+        finish()
+
+    def _agree_and_run(self, asked: Call, call: Call) -> None:
+        """Do ``call``, which stands for what was ``asked``, if all ranks asked for the same."""
         time = Time(call.timeout)
         inline = is_inline(call)
         row = torch.zeros(HEAD + INLINE // 8, dtype=torch.int64)
-        row[:HEAD] = torch.tensor(describe(call, self._size))
+        row[:HEAD] = torch.tensor(describe(asked, self._size))
         if inline:
             given = as_bytes(call.inputs[0])
             row[HEAD:].view(torch.uint8)[: given.numel()] = given
         rows = self._steps.exchange(row, time)
-        self._agree(call, rows[:, :HEAD])
+        self._agree(asked, rows[:, :HEAD])
         if inline:
             self._collectives.finish_inline(call, rows[:, HEAD:].contiguous())
         else:

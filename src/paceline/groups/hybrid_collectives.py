@@ -150,9 +150,8 @@ class Collectives:
         total = rows[0].float() if rows.dtype in _HALVES else rows[0]
         for row in rows[1:]:
             combine(total, row, out=total)
-        if call.reduction == "avg":
-            whole = not (total.is_floating_point() or total.is_complex())
-            total.div_(self._size, rounding_mode="trunc" if whole else None)
+        if call.reduction == "avg":  # of integers there are only sums (integer_mean.py)
+            total.div_(self._size)
         return total.to(rows.dtype)
 
     def _reduce(self, call: Call, time: Time) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,8 @@ from .._transport import (
 )
 from .engine import Call, Capabilities
 from .work import Watcher, Work
+
+log = logging.getLogger(__name__)
 
 _AS_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -58,6 +61,7 @@ class ShmEngine:
     def __init__(self, shm: Shm) -> None:
         self.shm = shm
         self.watcher = Watcher("paceline-shm-futures")
+        self._full = False  # it was said that shared memory has run out
         self.capabilities = Capabilities(
             backend="shm",
             devices=frozenset({"cpu"}),
@@ -219,7 +223,21 @@ class ShmEngine:
         return dtype in DTYPE_CODES and self.shm.reduces(dtype, reduction)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.shm.allocate(numel, dtype)
+        """Shared memory; where this rank has no more of it, its own, which the engine copies.
+
+        Others need not know: each call says where its tensor lies.
+        """
+        try:
+            return self.shm.allocate(numel, dtype)
+        except MemoryError as error:
+            try:
+                tensor = torch.empty(numel, dtype=dtype)
+            except RuntimeError:
+                raise error from None
+            if not self._full:
+                log.warning("%s; what does not fit is in ordinary memory, and copied", error)
+            self._full = True
+            return tensor
 
     def progress(self) -> None:
         self.shm.poke()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import integer_mean
 from .engine import COMBINE, REDUCING, Call
 
 _ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
@@ -161,16 +162,16 @@ def reduced(tensors: Sequence[Tensor], reduction: str) -> Tensor:
         reduction = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(
             reduction, reduction
         )
+    if reduction == "avg" and not dtype.is_floating_point:
+        return integer_mean.mean(tensors)
     if dtype is torch.uint64:
         return _reduced_uint64(tensors, reduction)
     wide = _WIDE.get(dtype, dtype)
     if dtype.is_floating_point and dtype.itemsize < 4:
         wide = torch.float32
     total = functools.reduce(COMBINE[reduction], (t.to(wide) for t in tensors))
-    if reduction == "avg" and wide.is_floating_point:
+    if reduction == "avg":
         total = total / len(tensors)
-    elif reduction == "avg":  # a sum wraps before it is divided, as in shm
-        total = torch.div(total.to(dtype).to(wide), len(tensors), rounding_mode="trunc")
     return total.clone() if total is tensors[0] else total.to(dtype)
 
 
@@ -178,18 +179,12 @@ _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}  # torch cannot a
 
 
 def _reduced_uint64(tensors: Sequence[Tensor], reduction: str) -> Tensor:
-    """The same on int64, which has the same bits but for order and division."""
+    """The same on int64, which has the same bits but for their order."""
     signed = [t.view(torch.int64) for t in tensors]
     if reduction in ("min", "max"):
         lowest = torch.iinfo(torch.int64).min
         return (reduced([t ^ lowest for t in signed], reduction) ^ lowest).view(torch.uint64)
-    total = reduced(signed, "sum" if reduction == "avg" else reduction)
-    if reduction == "avg" and len(tensors) > 1:
-        count = len(tensors)
-        half = (total >> 1) & torch.iinfo(torch.int64).max
-        quotient = (half // count) << 1
-        total = quotient + ((total - quotient * count) >= count)
-    return total.view(torch.uint64)
+    return reduced(signed, reduction).view(torch.uint64)
 
 
 def settle(tensors: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import Work as TorchWork
 
 from ..errors import UnexpectedOptionError, UnknownOptionError
+from . import integer_mean
 from .engine import TORCH_OPS, Call, Capabilities
 from .gloo_pair import Pair
 from .work import Together, Watcher, Wrapped
@@ -115,28 +116,22 @@ class TorchEngine:
             call.root = work._source_rank()
 
     def start(self, call: Call) -> TorchWork:
-        if call.reduction and self.capabilities.backend == "gloo":
-            dtype = call.outputs[0].dtype
-            if dtype is torch.bool:  # it would add up bytes
-                call.reduction = {"sum": "max", "product": "min"}.get(
+        if call.reduction and self.capabilities.backend in ("gloo", "nccl"):
+            if integer_mean.applies(call):
+                return self._integer_average(call)
+            if self.capabilities.backend == "gloo" and call.outputs[0].dtype is torch.bool:
+                call.reduction = {"sum": "max", "product": "min"}.get(  # it would add up bytes
                     call.reduction, call.reduction
                 )
-            elif call.reduction == "avg" and not dtype.is_floating_point and not dtype.is_complex:
-                return self._integer_average(call)
         if self._pair is not None and self._pair.takes(call):
             return self._pair.start(call)
         return self._START[call.kind](self, call)
 
     def _integer_average(self, call: Call) -> TorchWork:
-        """gloo divides in floating point only."""
-        call.reduction = "sum"
-        work = self._then(self._START[call.kind](self, call), call.outputs)
-
-        def divide() -> None:
-            if call.kind != "reduce" or call.root == self.inner.rank():
-                call.outputs[0].div_(self.inner.size(), rounding_mode="trunc")
-
-        return work.then_do(divide)
+        """gloo divides in floating point only, and NCCL after the sum has wrapped."""
+        instead, finish = integer_mean.as_sum(call, self.inner.rank(), self.inner.size())
+        work = Wrapped(self._START[call.kind](self, instead), call.outputs, self.watcher)
+        return work.then_do(finish)
 
     def _then(self, work: TorchWork, outputs: Sequence[Tensor]) -> Wrapped:
         """``work`` as one of ours; gloo's reduce-scatters never say that they are completed."""
@@ -186,8 +181,11 @@ class TorchEngine:
 
     def _all_gather_single(self, call: Call) -> TorchWork:
         given, rows = call.inputs[0], call.outputs[0].view(self.inner.size(), -1)
-        in_place = rows[self.inner.rank()].data_ptr() == given.data_ptr()
-        if in_place and self.capabilities.backend == "gloo" and given.nbytes > _COPIED:
+        # By size alone: whether a rank's input is its row already is not the same on all ranks.
+        if self.capabilities.backend == "gloo" and given.nbytes > _COPIED:
+            own = rows[self.inner.rank()]
+            if own.data_ptr() != given.data_ptr():
+                own.copy_(given.view_as(own))
             works = [self._broadcast_one(row, root, call) for root, row in enumerate(rows)]
             return Together(works, call.outputs, self.watcher)
         options = c10d.AllgatherOptions()
