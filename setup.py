@@ -24,7 +24,6 @@ def source_hash() -> str:
     return f"0x{hashlib.sha256(text).hexdigest()[:16]}ULL"
 
 
-
 class BuildLibrary(build_ext):
     """Builds a library for ctypes where setuptools expects an extension module."""
 

@@ -22,7 +22,7 @@ from paceline.errors import (
     UnknownBackendError,
     UnknownOptionError,
 )
-from paceline.groups import capabilities, factory
+from paceline.groups import capabilities, choice, factory
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 
@@ -263,7 +263,7 @@ def test_capabilities_say_why_a_backend_cannot_be_used(monkeypatch: pytest.Monke
 
 def choose(meeting: Meeting, broken_rank: int | None) -> str:
     if meeting.rank == broken_rank:
-        factory.unavailable = lambda: "no C compiler was there"
+        choice.shortage = lambda size: "no C compiler was there"
     group = meeting.new_group("auto")
     sum_of_ranks(group)
     return group.backend

@@ -26,8 +26,11 @@ from paceline.errors import (
     RankUnableError,
 )
 from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.marks import needs_shm
 
 from .reference import check_all_collectives
+
+pytestmark = needs_shm
 
 TEN = timedelta(seconds=10)
 
