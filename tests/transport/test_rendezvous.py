@@ -93,7 +93,8 @@ def knock(address: bytes, shown: bytes = b"", fd: int | None = None) -> socket.s
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stranger.connect(address)
     if shown:
-        socket.send_fds(stranger, [shown], [] if fd is None else [fd])
+        with suppress(ConnectionError):  # it was sent away already
+            socket.send_fds(stranger, [shown], [] if fd is None else [fd])
     return stranger
 
 
