@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.cli.run_launch import Conduct
 from paceline.cli.run_ray import _Run
 from paceline.cli.run_ray_actor import RankProcess
 from tests.cli.test_run_ctrl_c import alive
@@ -81,14 +82,14 @@ while True:
 
 
 def test_a_rank_that_saves_after_anothers_failure_is_read_and_waited_for(begin, capsys) -> None:
-    assert begin(2, SAVES, "1", grace=600.0).until_the_end() == 3
+    assert begin(2, SAVES, "1", conduct=Conduct(grace=600.0)).until_the_end() == 3
     said = capsys.readouterr()
     assert "[0] saved" in said.out
     assert "rank 1 of 2 failed first: it ended with exit code 3" in said.err
 
 
 def test_a_signal_to_the_launcher_is_handed_on_and_the_ranks_may_save(begin, capsys) -> None:
-    run = begin(1, SAVES, "-", grace=600.0)
+    run = begin(1, SAVES, "-", conduct=Conduct(grace=600.0))
     said_up(run)
     run.signals.append(signal.SIGTERM)
     assert run.until_the_end() == 128 + signal.SIGTERM
@@ -117,7 +118,7 @@ def said_up(run: _Run) -> int:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_rank_that_closed_its_output_and_does_not_listen_is_ended(begin, again) -> None:
-    run = begin(1, STUBBORN, grace=600.0 if again else 0.1)
+    run = begin(1, STUBBORN, conduct=Conduct(grace=600.0 if again else 0.1))
     pid = said_up(run)
     run.signals += [signal.SIGINT] * (2 if again else 1)
     assert run.until_the_end() == 128 + signal.SIGINT

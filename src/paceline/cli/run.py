@@ -36,6 +36,13 @@ _GRACE = _option(
     "failed; who needs longer is killed.",
 )
 
+_PATIENCE = _option(
+    _HERE,
+    "SECONDS",
+    "How long ranks have after another's failure to end, or to recover from it "
+    "(Group.reconfigure); who does, goes on.",
+)
+
 _SCRIPT = "How the script runs"
 _MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
 _DROP_IN = _flag(
@@ -70,6 +77,7 @@ def run(
     show: Annotated[str, _SHOW] = "",
     max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
     grace: Annotated[float, _GRACE] = 30.0,
+    patience: Annotated[float, _PATIENCE] = 2.0,
     module: Annotated[bool, _MODULE] = False,
     drop_in: Annotated[bool, _DROP_IN] = False,
     backend: Annotated[str, _BACKEND] = "auto",
@@ -100,6 +108,6 @@ def run(
     asked = Asked(nproc, nnodes, node_rank, master_addr, master_port, rdzv_endpoint, rdzv_id)
     chosen = Script(script, tuple(arguments or ()), module, backend, drop_in, record, threads)
     try:
-        return start(asked, chosen, Conduct(max_restarts, grace), show, ray)
+        return start(asked, chosen, Conduct(max_restarts, grace, patience), show, ray)
     except LaunchError as error:
         say.fail(str(error))

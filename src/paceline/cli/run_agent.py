@@ -31,9 +31,10 @@ from . import say
 from .run_meeting import Meeting
 from .run_screen import Reader
 from .run_signals import heeded
-from .run_verdict import Ending, Verdict, judge, read_reports, runs, why_again
+from .run_survivors import Losses, Outlook, read_survivors, tell_lost, without
+from .run_verdict import Ending, Verdict, describe, judge, read_reports, runs, why_again
 
-_NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
+_KILLED = 2.0  # seconds that the kernel has to end a process that was killed
 _LONE = 10.0  # seconds after which it is said that a rank has ended while others run
 _PAUSE = 0.02
 _INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIGINT
@@ -42,9 +43,10 @@ _INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIG
 class Pipes(LogsSpecs):
     """Named pipes for the ranks' output, and a folder for their notes; one set for each attempt."""
 
-    def __init__(self, folder: Path, reader: Reader) -> None:
+    def __init__(self, folder: Path, reader: Reader, patience: float) -> None:
         super().__init__(str(folder))
         self.reader = reader
+        self.patience = patience
         self.attempt = Attempt(folder)
 
     @property
@@ -59,6 +61,7 @@ class Pipes(LogsSpecs):
         folder.mkdir()
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.attempt = Attempt(folder, ranks, int(envs[0]["WORLD_SIZE"]), int(number))
+        self.attempt.losses = Losses(self.patience)
         for local, env in envs.items():
             env["PACELINE_NOTES"] = str(folder)
             env["PACELINE_LAUNCHER"] = str(os.getpid())
@@ -87,7 +90,13 @@ class Attempt:
     endings: dict[int, Ending] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)  # by rank
     failing_since: dict[int, float] = field(default_factory=dict)  # by rank: its script has failed
+    losses: Losses = field(default_factory=lambda: Losses(0.0))
     told_lone: bool = False
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks that have ended badly, of themselves."""
+        return sorted(rank for rank, end in self.endings.items() if end.code and not end.stopped)
 
     @property
     def running(self) -> list[int]:
@@ -95,8 +104,14 @@ class Attempt:
         return sorted(self.pids.keys() - self.endings.keys())
 
     def verdict(self) -> Verdict | None:
-        """Who failed first; None while nobody has."""
-        return judge(self.endings, read_reports(self.notes), self.size)
+        """Who failed first of those that the run needs; None while nobody has."""
+        lost = self.losses.lost
+        needed = {rank: end for rank, end in self.endings.items() if rank not in lost}
+        return judge(needed, read_reports(self.notes), self.size)
+
+    def why(self, rank: int) -> str:
+        """How a rank that has ended did so."""
+        return describe(self.endings[rank], read_reports(self.notes).get(rank))
 
 
 class FailedElsewhereError(Exception):
@@ -131,26 +146,61 @@ class Agent(LocalElasticAgent):
         """Look after the ranks; torch calls it ten times a second."""
         self._note_endings()
         attempt = self.attempt
-        if any(end.code for end in attempt.endings.values()):
-            self._wait_for_ends(attempt.running, _NOTICE)
+        outlook = self._look()
+        if outlook is Outlook.HOPELESS:
             self._end_ranks(ways_to_end(False, self.grace))
-            self._kill()
-        elif isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
-            raise FailedElsewhereError(reason)
-        elif attempt.endings:
+            self._kill(attempt.pids)
+        elif outlook is Outlook.GOOD and attempt.endings:
             self._tell_of_lone_ranks()
         self._end_lingerers()
         if attempt.running:  # torch's own look would end them all without asking why
             return RunResult(state=WorkerState.HEALTHY)
+        if outlook is Outlook.GOOD and attempt.losses.lost:
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ranks.values()))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _look(self) -> Outlook:
+        """See what becomes of the ranks that have failed, here and on other machines."""
+        attempt, survivors = self.attempt, read_survivors(self.attempt.notes)
+        known = set(attempt.losses.lost)
+        failed, reason = attempt.failed, ""
+        if isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
+            gone = self.meeting.lost()
+            if not gone:
+                raise FailedElsewhereError(reason)
+            failed = sorted({*failed, *gone})
+        outlook = attempt.losses.look(failed, attempt.running, survivors, time.monotonic())
+        for rank in sorted(attempt.losses.lost.keys() - known):
+            self._go_on_without(rank)
+        if reason and not attempt.failed and outlook is Outlook.HOPELESS:
+            raise FailedElsewhereError(reason)
+        if behind := attempt.losses.left_behind(attempt.running, survivors):
+            self._end_those_left_behind(behind)
+        return outlook
+
+    def _go_on_without(self, rank: int) -> None:
+        """Tell that a rank is lost, and leave nothing of it."""
+        attempt = self.attempt
+        why = attempt.why(rank) if rank in attempt.endings else ""
+        say.complain(tell_lost(rank, attempt.size, why, attempt.losses.lost[rank]))
+        self._kill([rank])
+        (attempt.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
+
+    def _end_those_left_behind(self, ranks: Collection[int]) -> None:
+        say.note(f"the others went on without rank {runs(sorted(ranks))} and have ended; so it is")
+        self._end_ranks(ways_to_end(False, self.grace))
+        self._kill(ranks)
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines; torch calls it when all ranks of this one have ended."""
         if not isinstance(self.meeting, Meeting):
             super()._exit_barrier()  # type: ignore[no-untyped-call]
-        elif reason := self.meeting.finish(timedelta(seconds=self._exit_barrier_timeout)):
-            raise FailedElsewhereError(reason)
+        else:
+            limit = timedelta(seconds=self._exit_barrier_timeout)
+            left = without(read_survivors(self.attempt.notes))
+            if reason := self.meeting.finish(limit, left):
+                raise FailedElsewhereError(reason)
 
     def _tell_of_lone_ranks(self) -> None:
         attempt = self.attempt
@@ -189,9 +239,9 @@ class Agent(LocalElasticAgent):
                 raise
         finally:
             # What a good run has started in the background may stay.
-            failed = any(end.code for end in self.attempt.endings.values())
+            failed = set(self.attempt.failed) - self.attempt.losses.lost.keys()
             if failed or death_sig is not None or self.attempt.running:
-                self._kill()
+                self._kill(self.attempt.pids)
             super()._shutdown(death_sig or signal.SIGTERM)
             self._close_pipes()
 
@@ -202,12 +252,13 @@ class Agent(LocalElasticAgent):
             _signal([self.attempt.pids[rank] for rank in running], number)
             self._wait_for_ends(running, seconds, stopped=True)
 
-    def _kill(self) -> None:
-        """Leave nothing of the ranks' sessions."""
-        for pid in members_of(set(self.attempt.pids.values())):
+    def _kill(self, ranks: Collection[int]) -> None:
+        """Leave nothing of these ranks' sessions."""
+        sessions = {pid for rank, pid in self.attempt.pids.items() if rank in ranks}
+        for pid in members_of(sessions):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._wait_for_ends(self.attempt.running, _NOTICE, stopped=True)
+        self._wait_for_ends(ranks, _KILLED, stopped=True)
 
     def _close_pipes(self) -> None:
         """Close our ends of what ranks write to: torch does so only for ranks that it ended."""

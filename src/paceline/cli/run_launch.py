@@ -19,6 +19,7 @@ from .run_machine import allow_open_files, cores, loopback, threads_per_rank
 from .run_plan import Become, Launch
 from .run_record import clear_record, tell_if_empty
 from .run_signals import handling, heeded
+from .run_survivors import tell_missing
 from .run_verdict import Verdict, signal_name
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Conduct:
 
     max_restarts: int = 0
     grace: float = 30.0  # seconds that a rank has to end; torchrun's number
+    patience: float = 2.0  # seconds that ranks have to recover from another's failure, or to end
 
 
 def become(plan: Become, script: Script) -> NoReturn:
@@ -102,7 +104,7 @@ def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int
     notes = tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True)
     try:
         with notes as folder:
-            pipes = Pipes(Path(folder), Reader(show))
+            pipes = Pipes(Path(folder), Reader(show), conduct.patience)
             agent = Agent(_spec(plan, script, conduct, meeting), pipes, conduct.grace)
             try:
                 _run(agent)
@@ -190,6 +192,8 @@ def _run(agent: Agent) -> None:
 def _tell(agent: Agent) -> int:
     attempt = agent.attempt
     verdict = attempt.verdict()
+    if lost := sorted(attempt.losses.lost):
+        say.note(tell_missing(lost, attempt.size, verdict is None))
     if verdict is None:
         return _check_count(len(attempt.endings), len(attempt.ranks))
     return tell(replace(verdict, headline=_cause(agent, verdict)), attempt.size)
@@ -200,7 +204,8 @@ def _cause(agent: Agent, verdict: Verdict) -> str:
     from .run_meeting import Meeting
 
     if isinstance(agent.meeting, Meeting):
-        return agent.meeting.settle(verdict.headline, final=not verdict.consequence)
+        ranks = agent.attempt.ranks.values()
+        return agent.meeting.settle(verdict.headline, not verdict.consequence, ranks)
     return verdict.headline
 
 

@@ -11,7 +11,7 @@ import errno
 import ipaddress
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -102,14 +102,19 @@ class Meeting(RendezvousHandler):
 
     # -- failures of other machines -----------------------------------------------------------
 
-    def settle(self, headline: str, final: bool) -> str:
+    def settle(self, headline: str, final: bool, ranks: Collection[int] = ()) -> str:
         """Agree with the other machines on what failed first, and return it.
 
         What is only a consequence (not ``final``) waits a little for its cause to be told.
+        ``ranks`` are this machine's, which have all ended.
         """
         if self.nodes == 1:
             return headline
         with suppress(DistError, RuntimeError):
+            words = " ".join(map(str, ranks))
+            number = self._store.add("paceline/failing", 1)
+            self._store.set(f"paceline/lost/{number}", words)
+            self._store.add("paceline/failures", 1)
             if not final:
                 self._until(lambda: self._store.check(["paceline/failure"]), _PATIENCE)
             told = self._store.compare_set("paceline/failure", "", headline).decode()
@@ -127,14 +132,32 @@ class Meeting(RendezvousHandler):
             return f"the launcher at {self.address}:{self.port} is gone"
         return ""
 
-    def finish(self, timeout: timedelta) -> str:
-        """Wait for the other machines' ranks to end too; returns why one gave up, if one did."""
-        key = f"paceline/round/{self._round}/ended"
+    def lost(self) -> list[int]:
+        """The ranks of the machines that gave up."""
         with suppress(DistError, RuntimeError):
-            if self._store.add(key, 1) == self.nodes:
-                self._store.set(f"{key}/all", "")
-            self._until(lambda: self._store.check([f"{key}/all"]) or bool(self.failure()), timeout)
-            return "" if self._store.check([f"{key}/all"]) else self.failure()
+            machines = range(1, self._store.add("paceline/failing", 0) + 1)
+            words = [self._store.get(f"paceline/lost/{number}").split() for number in machines]
+            return [int(word) for machine in words for word in machine]
+        return []
+
+    def finish(self, timeout: timedelta, without: Collection[int] = ()) -> str:
+        """Wait for the other machines' ranks to end too; returns why one gave up, if one did.
+
+        ``without`` are ranks that those of this machine have gone on without.
+        """
+        key = f"paceline/round/{self._round}/ended"
+
+        def over() -> bool:
+            gave_up = self._store.add("paceline/failures", 0)
+            return self._store.add(key, 0) + gave_up >= self.nodes or missed()
+
+        def missed() -> bool:
+            return bool(self.failure()) and not set(without).issuperset(self.lost())
+
+        with suppress(DistError, RuntimeError):
+            self._store.add(key, 1)
+            self._until(over, timeout)
+            return self.failure() if missed() else ""
         return ""  # the first machine is gone: it does not leave before all have ended, or failed
 
     def _until(self, true: Callable[[], bool], timeout: timedelta) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -18,23 +17,25 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..errors import LaunchCountError, LaunchError
 from . import say
-from .run_launch import Script, tell
+from .run_launch import Conduct, Script, tell
 from .run_lines import Lines
 from .run_plan import Asked, parse_nodes
 from .run_ray_actor import News, RankProcess, Seat
 from .run_screen import Bar, Screen
 from .run_signals import signals_noted
-from .run_verdict import Ending, Report, judge, signal_name
+from .run_survivors import Losses, Outlook, Survivor, tell_lost, tell_missing
+from .run_verdict import Ending, Report, describe, judge, signal_name
 
-_NOTICE = 2.0  # seconds that the other ranks have to notice a failure by themselves
 _PLACED_WITHIN = 60.0
 _TURN = 0.2  # seconds after which signals are looked at
 
 
 def launch_on_ray(
-    address: str, asked: Asked, script: Script, grace: float, show: Collection[int]
+    address: str, asked: Asked, script: Script, conduct: Conduct, show: Collection[int]
 ) -> int:
     """Start the ranks on the cluster at ``address`` and wait for their end."""
     ray = _connect(address)
@@ -43,7 +44,7 @@ def launch_on_ray(
         actors = _place(ray, size, resource)
         _start(ray, actors, script)
         with signals_noted() as signals:  # Ray has set its own, which end this process at once
-            return _Run(ray, actors, show, grace, signals).until_the_end()
+            return _Run(ray, actors, show, conduct, signals).until_the_end()
     finally:
         ray.shutdown()
 
@@ -160,14 +161,17 @@ class _Run:
     ray: Any
     actors: Sequence[Any]
     show: Collection[int]
-    grace: float = 30.0  # seconds that ranks have to end
+    conduct: Conduct
     signals: list[int] = field(default_factory=list)  # that this process was sent, to be taken up
     stopped_by: int = 0  # the first of them
     ending: bool = False  # the ranks have been told to end
     endings: dict[int, Ending] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
 
+    survivors: dict[int, Survivor] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
+        self.losses = Losses(self.conduct.patience)
         bar = Bar()
         self.screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
         self.lines: dict[tuple[int, int], Lines] = defaultdict(Lines)
@@ -175,7 +179,6 @@ class _Run:
     def until_the_end(self) -> int:
         """Show what the ranks write until all have ended, and tell how that was."""
         waiting = {actor.news.remote(): rank for rank, actor in enumerate(self.actors)}
-        end_at = math.inf
         while waiting:
             ready, _ = self.ray.wait(list(waiting), timeout=_TURN)
             for reference in ready:
@@ -184,14 +187,30 @@ class _Run:
                     waiting[self.actors[rank].news.remote()] = rank
             while self.signals:
                 self._obey(self.signals.pop(0))
-            if self._failed() and not self.ending:
-                end_at = min(end_at, time.monotonic() + _NOTICE)
-            if time.monotonic() > end_at and not self.ending:
-                self._stop(signal.SIGTERM, self.grace)
+            if self._look() is Outlook.HOPELESS and not self.ending:
+                self._stop(signal.SIGTERM, self.conduct.grace)
         if self.stopped_by:
             say.complain(f"stopped by {signal_name(self.stopped_by)}; all ranks have ended")
             return 128 + self.stopped_by
-        return tell(judge(self.endings, self.reports, len(self.actors)), len(self.actors))
+        size, lost = len(self.actors), self.losses.lost
+        needed = {rank: end for rank, end in self.endings.items() if rank not in lost}
+        verdict = judge(needed, self.reports, size)
+        if lost:
+            say.note(tell_missing(lost, size, verdict is None))
+        return tell(verdict, size)
+
+    def _look(self) -> Outlook:
+        """See what becomes of the ranks that have failed."""
+        size, known = len(self.actors), set(self.losses.lost)
+        failed = [rank for rank, end in self.endings.items() if end.code and not end.stopped]
+        running = [rank for rank in range(size) if rank not in self.endings]
+        outlook = self.losses.look(failed, running, self.survivors, time.monotonic())
+        for rank in sorted(self.losses.lost.keys() - known):
+            why = describe(self.endings[rank], self.reports.get(rank))
+            say.complain(tell_lost(rank, size, why, self.losses.lost[rank]))
+        if self.losses.left_behind(running, self.survivors) and not self.ending:
+            self._stop(signal.SIGTERM, self.conduct.grace)
+        return outlook
 
     def _obey(self, number: int) -> None:
         """Hand a signal on to the ranks; another one while they end makes them end at once."""
@@ -200,8 +219,9 @@ class _Run:
             return self._stop(signal.SIGKILL, 0.0)
         self.stopped_by = number
         if number == signal.SIGINT:
-            say.note(f"the ranks have {self.grace:g} s to end; Ctrl-C again ends them at once")
-        return self._stop(number, self.grace)
+            seconds = f"{self.conduct.grace:g} s"
+            say.note(f"the ranks have {seconds} to end; Ctrl-C again ends them at once")
+        return self._stop(number, self.conduct.grace)
 
     def _take(self, rank: int, reference: Any) -> bool:
         """Take in a rank's news; False when they were the last."""
@@ -221,10 +241,11 @@ class _Run:
             self.endings[rank] = Ending(news.code, now, news.stopped)
         if news.report is not None:
             self.reports[rank] = Report(**news.report | {"when": now + news.report["when"]})
+        if news.survivor is not None:
+            self.survivors[rank] = msgspec.convert(news.survivor, Survivor)
+        else:
+            self.survivors.pop(rank, None)
         return news.code is None
-
-    def _failed(self) -> bool:
-        return any(end.code and not end.stopped for end in self.endings.values())
 
     def _stop(self, number: int, grace: float) -> None:
         """Have all ranks that are left end; their actors do so between two pieces of news."""

@@ -41,6 +41,7 @@ class News:
     code: int | None = None
     report: dict[str, Any] | None = None
     stopped: bool = False
+    survivor: dict[str, Any] | None = None  # what it says of going on without others
 
 
 class RankProcess:
@@ -97,8 +98,9 @@ class RankProcess:
         # A rank may close its output and go on. What it has left running may hold its pipes for
         # long, and has nothing to say.
         code = None if ready else self._process.poll()
+        survivor = self._read_survivor()
         report = None if code is None else self._end()
-        return News(found[1], found[2], code, report, self._stopped and report is None)
+        return News(found[1], found[2], code, report, self._stopped and report is None, survivor)
 
     def stop(self, number: int, grace: float) -> None:
         """Send the rank and what it started a signal; after ``grace`` seconds :meth:`news` kills.
@@ -114,6 +116,12 @@ class RankProcess:
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+    def _read_survivor(self) -> dict[str, Any] | None:
+        for path in self._notes.glob("survivor-*.json"):
+            with suppress(FileNotFoundError):  # taken back meanwhile
+                return dict(json.loads(path.read_text()))
+        return None
 
     def _end(self) -> dict[str, Any] | None:
         """Leave nothing of a rank that has ended; returns its report."""

@@ -153,7 +153,7 @@ def _check_group_size() -> int:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0
     found = dist.get_world_size()
-    if found == asked:
+    if found == asked or _has_recovered():
         return 0
     words = (
         f"{asked} ranks were started, but the script made its group of {found}: they did not "
@@ -163,6 +163,12 @@ def _check_group_size() -> int:
     if _notes() is None:
         print(f"paceline: {words}", file=sys.stderr)
     return 1
+
+
+def _has_recovered() -> bool:
+    """Whether this rank goes on in a smaller group, having lost others (groups/launcher.py)."""
+    folder = _notes()
+    return folder is not None and (folder / f"survivor-{os.environ['RANK']}.json").exists()
 
 
 def _fail(error: BaseException) -> NoReturn:

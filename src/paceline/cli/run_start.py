@@ -16,7 +16,7 @@ from .run_plan import Asked, Become, make_plan
 from .run_record import check_record
 
 ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
-_LONGEST_GRACE = 86_400.0  # seconds; a day
+_LONGEST = 86_400.0  # seconds; a day
 
 
 def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | None) -> int:
@@ -29,7 +29,7 @@ def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | 
     if ray is not None:
         from .run_ray import launch_on_ray
 
-        return launch_on_ray(ray, asked, script, conduct.grace, shown)
+        return launch_on_ray(ray, asked, script, conduct, shown)
     plan = make_plan(asked, os.environ, ThisMachine())
     if isinstance(plan, Become):
         become(plan, script)
@@ -72,10 +72,9 @@ def check_numbers(script: Script, conduct: Conduct) -> None:
         raise LaunchError(f"--threads is {script.threads}", "Each rank needs 1 at least.")
     if conduct.max_restarts < 0:
         raise LaunchError(f"--max-restarts is {conduct.max_restarts}", "Give 0 or more.")
-    if not 0 <= conduct.grace <= _LONGEST_GRACE:  # nan is neither
-        raise LaunchError(
-            f"--grace is {conduct.grace:g}", f"Give seconds, from 0 to {_LONGEST_GRACE:g}."
-        )
+    for name, seconds in (("grace", conduct.grace), ("patience", conduct.patience)):
+        if not 0 <= seconds <= _LONGEST:  # nan is neither
+            raise LaunchError(f"--{name} is {seconds:g}", f"Give seconds, from 0 to {_LONGEST:g}.")
 
 
 def check_backend(name: str) -> None:

@@ -35,6 +35,7 @@ from .checks import Checker
 from .collectives import Collectives, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
 from .foreign_backend import ForeignEngine
+from .launcher import going_on, tell_left
 from .strict import Checks
 from .torch_backend import TorchEngine
 from .work import Together
@@ -348,10 +349,13 @@ class Group(Collectives):
         self._engine.shutdown()
         if self._rank not in new:
             self._closed = "left by reconfigure"
+            tell_left(self._members[self._rank])
             return self
         rank, store = new.index(self._rank), self._fresh_store("reconfigure", new)
-        self._engine = self._reopened(store, rank, len(new), timeout)
-        self._members = tuple(self._members[r] for r in new)
+        job_ranks = self._members
+        with going_on(job_ranks[self._rank], job_ranks, [job_ranks[r] for r in new]):
+            self._engine = self._reopened(store, rank, len(new), timeout)
+        self._members = tuple(job_ranks[r] for r in new)
         self._rank, self._size, self._store, self._closed = rank, len(new), store, ""
         self.traffic.resize(len(new))
         self._checker = Checker(rank, len(new), self._engine)
