@@ -24,6 +24,7 @@ from .feedback import (
     Held,
 )
 from .flat import (
+    by_kind,
     copy_all,
     is_dense,
     is_plain,
@@ -114,6 +115,7 @@ __all__ = [
     "TopK",
     "WeightedMean",
     "as_codec",
+    "by_kind",
     "copy_all",
     "cut_evenly",
     "done",

@@ -17,7 +17,7 @@ from .feedback import Held
 from .journey import Journey
 from .routes import Route, RouteSetting
 from .row_layout import ParamSpan, RowLayout
-from .weighted_mean import HEAD, NOBODY, Pending, Standing, WeightedMean
+from .weighted_mean import HEAD, Averaging, Pending, Standing, WeightedMean
 from .wire import Meter, MeteredGroup
 
 _VALUES = "values"
@@ -40,21 +40,31 @@ class CodedMean(WeightedMean):
         self._lost: Held = {}  # by this rank's own encoding
         self._lost_of_means: Held = {}  # by this rank's encoding of averages, for all
         self._step = 0
+        self._place = group.rank(), group.size()
 
     def start(self, buffer: Tensor, standing: Standing) -> Pending:
         """Encode what is to be averaged, with what was lost before, and send it."""
         size = buffer.numel() - HEAD
         if not size or not self._codec.gains((size,)):
             return super().start(buffer, standing)
+        self._look_around()
         buffer[-HEAD:] = standing.row(buffer.dtype, buffer.device)
         steps = self._route(buffer).travel(buffer, self._step, share=standing.weight, now=False)
         self._step += 1
-        return _UnderWay(Journey(steps), buffer)
+        return Averaging(Journey(steps), buffer, divides=False)
+
+    def _look_around(self) -> None:
+        """Forget what belonged to a rank's place, if the group has other members now."""
+        place = self.group.rank(), self.group.size()
+        if place != self._place:
+            self._place = place
+            self._lost_of_means.clear()
+            self._codec.restart()
 
     def _route(self, buffer: Tensor) -> Route:
         """Made for each exchange: they are rare, and a route's messages take room."""
         size = buffer.numel() - HEAD
-        spans = ParamSpan(_VALUES, 0, (size,), 0), ParamSpan("standing", 1, (HEAD,), size)
+        spans = (ParamSpan(_VALUES, 0, (size,), 0), ParamSpan("standing", 1, (HEAD,), size))
         layout = RowLayout(spans[:1], spans[1:], self._codec.block)
         line = MeteredGroup(self.group, Meter(), buffer.device)
         held = self._lost if self._feedback else None
@@ -82,22 +92,6 @@ class CodedMean(WeightedMean):
         self._step = int(state.get("step", 0))
         if state.get("codec"):
             self._codec.load_state_dict(state["codec"])
-
-
-class _UnderWay:
-    """A buffer on its way."""
-
-    def __init__(self, journey: Journey, buffer: Tensor) -> None:
-        self._journey: Journey | None = journey
-        self._buffer = buffer
-        self._standing = NOBODY
-
-    def wait(self) -> Standing:
-        if self._journey is not None:
-            self._journey.wait()
-            self._standing = Standing(*self._buffer[-HEAD:].tolist())
-            self._journey = None
-        return self._standing
 
 
 def _held(lost: Tensor | None) -> Held:

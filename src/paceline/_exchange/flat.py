@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ def move_into(params: Sequence[Tensor], buffer: Tensor) -> None:
         param.data = place
         at += param.numel()
     buffer[at:].zero_()
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device and type together, for calls that take only such."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -92,7 +92,7 @@ class WeightedMean:
         elif standing.weight != 1:
             values.mul_(standing.weight)
         buffer[-HEAD:] = standing.row(buffer.dtype, buffer.device)
-        return _Summed(self.group.all_reduce(buffer, async_op=True), buffer)
+        return Averaging(self.group.all_reduce(buffer, async_op=True), buffer, divides=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -102,21 +102,31 @@ class WeightedMean:
         """Nothing to do."""
 
 
-class _Summed:
-    """An all-reduce under way."""
+class Awaited(Protocol):
+    """Something that ends: torch's Work, or a journey."""
 
-    def __init__(self, work: Work, buffer: Tensor) -> None:
-        self._work: Work | None = work
-        self._buffer = buffer
+    def wait(self) -> Any: ...
+
+
+class Averaging:
+    """A buffer under way, and the sum of the standings at its end.
+
+    ``divides``: what arrives are sums, to be divided by the sum of the weights.
+    """
+
+    def __init__(self, arrival: Awaited, buffer: Tensor, *, divides: bool) -> None:
+        self._arrival: Awaited | None = arrival
+        self._buffer, self._divides = buffer, divides
         self._standing = NOBODY
 
     def wait(self) -> Standing:
-        if self._work is not None:
-            self._work.wait()
+        """Block until the mean is in the buffer."""
+        if self._arrival is not None:
+            self._arrival.wait()
             self._standing = Standing(*self._buffer[-HEAD:].tolist())
-            if self._standing.weight:
+            if self._divides and self._standing.weight:
                 self._buffer[:-HEAD].div_(self._standing.weight)
-            self._work = None
+            self._arrival = None
         return self._standing
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
+from .._exchange import by_kind
 from ..errors import OptimizerArgumentError, OptimizerStateError
 from ..groups import Group, ReduceOp
 
@@ -177,8 +178,5 @@ def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 def _scale(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        alike.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), some in alike.items():
-        torch._foreach_mul_(some, factor.to(device))
+    for some in by_kind(grads):
+        torch._foreach_mul_(some, factor.to(some[0].device))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._exchange import by_kind
 from ..errors import OptimizerArgumentError
 from ..groups import ReduceOp
 from .clip import Gradients
@@ -36,16 +37,12 @@ class GradScaler(torch.amp.GradScaler):
 @torch.no_grad()
 def _unscale(grads: list[Tensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool) -> None:
     """Multiply by ``inv_scale``, and set ``found`` to 1 where something is not finite."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        if grad.dtype is torch.float16 and not allow_fp16:
-            raise OptimizerArgumentError(
-                "Attempting to unscale FP16 gradients.", "Keep the parameters in float32."
-            )
-        values = grad._values() if grad.is_sparse else grad
-        alike.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), some in alike.items():
-        here = found.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(some, here, inv_scale.to(device))
+    if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
+        raise OptimizerArgumentError(
+            "Attempting to unscale FP16 gradients.", "Keep the parameters in float32."
+        )
+    for some in by_kind(grad._values() if grad.is_sparse else grad for grad in grads):
+        here = found.to(some[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, here, inv_scale.to(here.device))
         if here is not found:
             found.copy_(torch.maximum(found, here.to(found.device)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import DistributedDataParallel, Group, Join
-from paceline._exchange import CodedMean, Standing, cut_evenly
+from paceline._exchange import cut_evenly
 from paceline.errors import (
     AveragingArgumentError,
     AveragingTypeError,
@@ -365,46 +365,6 @@ def test_our_codecs_leave_all_ranks_with_the_same_bits(name: str, ranks: int, ov
     start = weights_of(plain(dtype=torch.float32))
     assert not torch.equal(found[0][0]["0.weight"], start["0.weight"])
     assert all(torch.isfinite(value).all() for value in found[0][0].values())
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_mean_through_int8_is_near_the_mean(ranks: int) -> None:
-    """Over two stages and over one, with weights, and a rank that says nothing."""
-
-    def one_rank(group: Group, one_stage: bool) -> tuple[Tensor, Standing, Standing]:
-        exchange = CodedMean(group, Int8(), error_feedback=False, one_stage=one_stage)
-        buffer = torch.empty(1003)
-        buffer[:1000] = numbers(group.rank())
-        said = exchange.start(buffer, Standing(float(group.rank()))).wait()
-        mean = buffer[:1000].clone()
-        nothing = exchange.start(buffer, Standing(0.0, 0.0, float(group.rank() == 1))).wait()
-        return mean, said, nothing
-
-    def numbers(rank: int) -> Tensor:
-        return torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-
-    expected = sum(r * numbers(r) for r in range(ranks)) / sum(range(ranks))
-    for one_stage in (True, False):
-        found = run_ranks(ranks, lambda group, one_stage=one_stage: one_rank(group, one_stage))
-        for mean, said, nothing in found:
-            assert (said.weight > 0, said.active, said.failed) == (True, ranks, 0)
-            assert (nothing.weight, nothing.active, nothing.failed) == (0, 0, 1)
-            assert torch.equal(mean, found[0][0])
-            torch.testing.assert_close(mean, expected, rtol=0, atol=0.06)
-
-
-def test_ranks_round_at_random_each_in_its_own_way() -> None:
-    same = torch.rand(1003, generator=torch.Generator().manual_seed(0))
-
-    def one_rank(group: Group) -> Tensor:
-        sent: list[Tensor] = []
-        group.register_hooks(lambda call: sent.append(call.inputs[0].clone()))
-        exchange = CodedMean(group, Int8(), error_feedback=False, one_stage=True)
-        exchange.start(same.clone(), Standing(1.0)).wait()
-        return sent[0]
-
-    first, second = run_ranks(2, one_rank)
-    assert not torch.equal(first, second)
 
 
 def test_two_stages_send_less_than_the_buffer_twice_however_many_ranks_there_are() -> None:

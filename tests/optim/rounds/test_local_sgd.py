@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.testing import assert_close as close
 
 from paceline import DistributedDataParallel, Group, Join
-from paceline._exchange import cut_evenly, group_for_buffers, local_values
+from paceline._exchange import local_values
 from paceline.errors import (
     AveragingArgumentError,
     AveragingTypeError,
@@ -70,32 +70,6 @@ def test_a_schedule_that_cannot_be_kept_is_refused(settings: tuple[Any, ...]) ->
     with pytest.raises(AveragingArgumentError) as caught:
         RoundSchedule(*settings)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [([1, 1, 1, 1], 2), ([100, 1, 1], 3), ([1, 1, 100], 3), ([5], 1), ([3, 0, 4, 9, 2, 2], 4)],
-)
-def test_a_model_is_cut_into_runs_that_cover_it_and_none_is_empty(
-    sizes: list[int], parts: int
-) -> None:
-    runs = cut_evenly(sizes, parts)
-    assert len(runs) == parts
-    assert all(len(run) for run in runs)
-    assert [i for run in runs for i in run] == list(range(len(sizes)))
-
-
-def test_runs_are_of_about_the_same_size() -> None:
-    assert cut_evenly([1] * 12, 3) == [range(0, 4), range(4, 8), range(8, 12)]
-    assert cut_evenly([10, 1, 1, 1, 1, 6], 2) == [range(0, 1), range(1, 6)]
-
-
-def test_buffers_hold_one_type_and_stay_near_the_cap() -> None:
-    a, b = torch.ones(100), torch.ones(100)
-    half, wide = torch.ones(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.float64)
-    assert group_for_buffers([a, wide, half, b], 10_000) == [[a, half, b], [wide]]
-    assert group_for_buffers([a, b, half], 401) == [[a, b], [half]]
-    assert group_for_buffers([a, b], 1) == [[a], [b]]
 
 
 # -- what it does --------------------------------------------------------------------------------
@@ -174,7 +148,7 @@ def test_small_buffers_give_the_same_numbers_as_one() -> None:
     one = run_ranks(2, lambda g: one_rank(g, 25))
     many = run_ranks(2, lambda g: one_rank(g, 1e-4))
     assert_all_equal([weights for weights, _ in [*one, *many]])
-    assert one[0][1] == 4  # in each of two rounds: real local_values, whole local_values
+    assert one[0][1] == 4  # in each of two rounds: real numbers, whole numbers
     assert many[0][1] > 8
 
 

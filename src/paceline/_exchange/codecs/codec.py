@@ -59,7 +59,7 @@ class Encodes(Protocol):
     """The least that a codec can be."""
 
     def encode(self, tensor: Tensor) -> Any:
-        """The tensor in fewer bytes: a dataclass with ``parts``, which are tensors by name.
+        """A float32 tensor in fewer bytes: a dataclass with ``parts``, which are tensors by name.
 
         Their shapes and types depend on those of the tensor alone.
         """

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...groups import Group
 from .pieces import LocalPiece, RunPiece
-from .rows import Kind, Laid
+from .rows import KindOf, Laid
 from .shards import Slice, length_of, runs_of
 from .state import copied
 
@@ -99,7 +99,7 @@ class PairedRow(Laid):
             return set()
         return {number for at, number in enumerate(self.params) if at not in touched}
 
-    def pieces(self, group_of: Mapping[int, int], kind: Kind) -> list[LocalPiece]:
+    def pieces(self, group_of: Mapping[int, int], kind: KindOf) -> list[LocalPiece]:
         def found(part: Slice) -> Hashable:
             known = part.param in group_of
             return (group_of[part.param], kind(part.param)) if known else None

@@ -21,7 +21,7 @@ from .shards import Bounds, Slice, cut_slices, length_of, slices_between
 _WINDOW = 1 << 20  # elements of each rank that travel at once when there is no buffer of their own
 _WASTE = 1.25  # at most so many times the elements are sent to make ranks' parts equally long
 
-Kind = Callable[[int], Hashable]  # of a parameter by its number; only equal ones share a run
+KindOf = Callable[[int], Hashable]  # of a parameter by its number; only equal ones share a run
 
 
 class Row:
@@ -44,7 +44,7 @@ class Row:
             self._awake = any(p.requires_grad or p.grad is not None for p in some)
         return self._awake
 
-    def pieces(self, group_of: Mapping[int, int], kind: Kind) -> list[LocalPiece]:
+    def pieces(self, group_of: Mapping[int, int], kind: KindOf) -> list[LocalPiece]:
         """What this rank's optimizer steps, of the parameters that ``group_of`` knows."""
         return self.pieces_of(self.group.rank(), group_of)
 
