@@ -28,6 +28,7 @@ from .flat import (
     copy_all,
     is_dense,
     is_plain,
+    local_part,
     memory_like,
     memory_of,
     move_into,
@@ -71,6 +72,7 @@ from .row_layout import (
     ParamSpan,
     RowLayout,
 )
+from .subgroups import part_of
 from .weighted_mean import (
     Exchange,
     Largest,
@@ -124,6 +126,7 @@ __all__ = [
     "is_codec",
     "is_dense",
     "is_plain",
+    "local_part",
     "local_values",
     "mean_later",
     "mean_now",
@@ -132,6 +135,7 @@ __all__ = [
     "move_into",
     "one_tensor",
     "orthonormal",
+    "part_of",
     "plan_low_rank",
     "random_columns",
     "shaped_like",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What this rank holds of ``tensor``: all of it, unless it is a DTensor."""
+    mine: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return mine
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policies import MIB
+from .flat import local_part
 from .weighted_mean import HEAD, NOBODY, Arrived, Exchange, Pending, Standing, buffer_for
 
 CAP_BYTES = 25 * MIB  # of one buffer, unless a single tensor is larger
@@ -21,9 +22,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
     Complex numbers are pairs; of a DTensor it is this rank's part.
     """
-    held: Tensor = tensor.detach()
-    if hasattr(held, "to_local"):
-        held = held.to_local()
+    held = local_part(tensor.detach())
     return torch.view_as_real(held) if held.is_complex() else held
 
 

@@ -5,12 +5,19 @@ future of one flat tensor. Annotations are real objects in these files, not text
 compares them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.futures import Future
 
 from .._exchange import mean_later
 from ..groups import group_or_default
+
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
 def allreduce_hook(

@@ -4,7 +4,6 @@ Divided by the number of ranks before they are cast, so that the sum fits wherev
 gradient that does not fit becomes infinite, which gradient scalers look for.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch.futures import Future
 
 from .._exchange import one_tensor, sum_later
 from ..groups import group_or_default
-
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+from .allreduce import Hook
 
 
 def fp16_compress_hook(

@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 
 from .._exchange import one_tensor
 from ..errors import HookStateError
-from .allreduce import allreduce_hook
-
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+from .allreduce import Hook, allreduce_hook
 
 # The kind of optimizer → what makes an OverlappedOptimizer of it.
 _overlapped: dict[type, Callable[..., "OverlappedOptimizer"]] = {}

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .._exchange import done, gather_later, mean_later
-from ..groups import Group, group_or_default
+from .._exchange import done, gather_later, mean_later, part_of
+from ..groups import group_or_default
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +74,12 @@ def post_localSGD_hook(
 
 
 def _on_this_machine(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A group of the ranks here. torch's groups come from its world: all of it makes the call."""
+    """A group of the ranks here; all ranks of ``group`` make the call."""
     mine = torch.tensor(list(_machine()), dtype=torch.uint8, device=device)
     machines: dict[tuple[int, ...], list[int]] = {}
     for rank, name in enumerate(gather_later(group, mine).wait().tolist()):
         machines.setdefault(tuple(name), []).append(rank)
-    if isinstance(group, Group):
-        subgroup: Any = group.split(list(machines.values()))
-        return subgroup  # type: ignore[no-any-return]
-    parts = [[dist.get_global_rank(group, r) for r in ranks] for ranks in machines.values()]
-    subgroup, _ = dist.new_subgroups_by_enumeration(parts)
-    return subgroup  # type: ignore[no-any-return]
+    return part_of(group, list(machines.values()))
 
 
 def _machine() -> bytes:

@@ -22,9 +22,8 @@ from torch.futures import Future
 
 from .._exchange import JobLane, one_tensor
 from ..errors import HookStateError
+from .allreduce import Hook
 from .optimizer_overlap import settle
-
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
 def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False) -> Hook:

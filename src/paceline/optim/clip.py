@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
-from .._exchange import by_kind
+from .._exchange import by_kind, local_part
 from ..errors import OptimizerArgumentError, OptimizerStateError
 from ..groups import Group, ReduceOp
 
@@ -113,7 +113,7 @@ def _terms(gradients: Gradients) -> list[_Term]:
         else:
             groups, mine = [], grad
         found = term(groups)
-        found.tensors.append(_local(grad))
+        found.tensors.append(local_part(grad))
         found.counted.append(mine)
     return list(terms.values())
 
@@ -129,14 +129,8 @@ def _spread(grad: Any, known: dict[int, Group]) -> tuple[list[Group], Tensor]:
     for dim, place in enumerate(grad.placements):
         if not place.is_replicate() and grad.device_mesh.size(dim) > 1:
             raw = grad.device_mesh.get_group(dim)
-            groups.append(known.setdefault(id(raw), Group.wrap(raw, _local(grad).device)))
-    return groups, _local(grad)
-
-
-def _local(grad: Any) -> Tensor:
-    """What this rank has of it: all of it, unless it is a DTensor."""
-    mine: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return mine
+            groups.append(known.setdefault(id(raw), Group.wrap(raw, local_part(grad).device)))
+    return groups, local_part(grad)
 
 
 def _total(terms: Sequence[_Term], order: float, foreach: bool | None) -> Tensor:

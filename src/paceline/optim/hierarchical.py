@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .._exchange import part_of
 from ..errors import AveragingArgumentError
 from ..groups import Group
 from .averagers import (
@@ -81,13 +82,8 @@ class HierarchicalModelAverager(ModelAverager):
         whole = self.process_group
         if size == whole.size():
             return whole
-        if isinstance(whole, Group):
-            starts = range(0, whole.size(), size)
-            part = whole.split([list(range(start, start + size)) for start in starts])
-            assert part is not None  # the parts cover all ranks
-            return part
-        group: ProcessGroup = dist.new_subgroups(group_size=size, group=whole)[0]
-        return group
+        starts = range(0, whole.size(), size)
+        return part_of(whole, [range(start, start + size) for start in starts])
 
 
 def _check(sizes: Mapping[int, int], whole: int) -> None:
