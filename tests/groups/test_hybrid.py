@@ -400,6 +400,7 @@ def test_all_others_learn_that_a_rank_was_killed(
 
 
 def _stay_away(group: Group) -> GroupError | None:
+    group.barrier()
     if group.rank() == 3:
         # Comes when all the others have given up.
         group.store.wait([f"gave up/{r}" for r in range(3)], timedelta(seconds=15))
@@ -414,6 +415,28 @@ def _stay_away(group: Group) -> GroupError | None:
 
 def test_a_rank_that_stays_away_is_named(hosts: Pair) -> None:
     *errors, _ = on_hosts(hosts, INTERLEAVED, _stay_away)
+    for error in errors:
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert list(error.ranks) == [3]
+
+
+def _wait_long_beside_others(group: Group) -> GroupError | None:
+    """Rank 1, which shares a host with the missing rank, gives up after the others."""
+    group.barrier()
+    if group.rank() == 3:
+        group.store.wait([f"gave up/{r}" for r in range(3)], timedelta(seconds=15))
+        return None
+    with pytest.raises(GroupError) as caught:
+        group.all_reduce(torch.ones(3), timeout=1.6 if group.rank() == 1 else 1.0)
+    group.store.set(f"gave up/{group.rank()}", "")
+    return caught.value
+
+
+def test_the_missing_rank_is_named_though_those_who_give_up_do_not_wait_for_it_themselves(
+    hosts: Pair,
+) -> None:
+    """As on a busy machine, where whoever waits for it directly may be the last to give up."""
+    *errors, _ = on_hosts(hosts, INTERLEAVED, _wait_long_beside_others)
     for error in errors:
         assert isinstance(error, CollectiveTimeoutError), error
         assert list(error.ranks) == [3]

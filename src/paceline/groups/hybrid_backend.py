@@ -62,6 +62,7 @@ from .shm_backend import ShmEngine
 
 _T = TypeVar("_T")
 
+_LEAST, _MOST = 0.5, 2.0  # seconds that others have to tell who is missing, after a timeout
 _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch can hardly add them
 
 
@@ -216,10 +217,12 @@ class HybridEngine:
         except (MismatchError, CollectiveArgumentError):
             raise  # on every rank alike, and nothing was moved
         except GroupError as error:
+            self._news.here(call)
             fault = self._translate(call, error)
             self._end(fault)
             raise fault from None
         except RuntimeError as error:
+            self._news.here(call)
             fault = self._blame(call, error)
             self._end(fault)
             raise fault from error
@@ -241,6 +244,8 @@ class HybridEngine:
         reporter = getattr(error, "reporter", -1)
         if reporter >= 0:
             facts["reporter"] = here[reporter]
+        if isinstance(error, CollectiveTimeoutError) and self._steps.detour:
+            return self._find_missing(call, facts["ranks"])
         if isinstance(error, CollectiveTimeoutError):
             facts["seconds"] = call.timeout
             facts["behind"] = [_renumber(text, here) for text in error.behind]
@@ -250,16 +255,33 @@ class HybridEngine:
         """What gloo says, as an error with the ranks it may be about."""
         if self._over.is_set():
             return self._news.of_others(call) or self._closed(call)
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            return self._find_missing(call, self._hosts.elsewhere)
         if (known := self._news.of_others(call)) is not None:
             return known
         at = (self._rank, call.kind, call.sequence)
-        text = str(error)
-        if "imed out" in text or "imeout" in text:
-            return CollectiveTimeoutError(*at, self._hosts.elsewhere, seconds=call.timeout)
         ranks = self._steps.gloo.links.ranks_in(text) or self._hosts.elsewhere
         if re.search("closed|reset|refused|broken pipe|unreachable", text, re.IGNORECASE):
             return PeerDiedError(*at, ranks, reporter=self._rank)
         return PeerLeftError(*at, ranks, aborted=True)
+
+    def _find_missing(self, call: Call, waited_for: Sequence[int]) -> GroupError:
+        """The timeout was spent on ranks that may wait themselves: ask around who is missing.
+
+        Whoever waits for the missing rank directly knows it, and may have begun to wait later than
+        this rank. If nobody tells, all are freed, and those that had come to the call say so.
+        """
+        patience = min(max(call.timeout, _LEAST), _MOST)
+        if (known := self._news.of_others(call, patience)) is not None:
+            return known
+        self._over.set()
+        self._free()
+        missing = [] if call.kind in ("send", "recv") else self._news.missing(self._size)
+        at = (self._rank, call.kind, call.sequence)
+        fault = CollectiveTimeoutError(*at, missing or waited_for, seconds=call.timeout)
+        self._news.tell(fault)
+        return self._news.of_others(call) or fault  # unless another rank told first
 
     def _closed(self, call: Call) -> GroupError:
         return GroupClosedError(self._rank, call.kind, call.sequence, (self._rank,), aborted=True)
@@ -270,6 +292,10 @@ class HybridEngine:
             return
         self._over.set()
         self._news.tell(fault)
+        self._free()
+
+    def _free(self) -> None:
+        """Let go whoever waits, here and on the other hosts."""
         self._local.abort()
         if self._groups is not None:
             self._groups.links.cut()

@@ -17,6 +17,7 @@ from .engine import Call
 _T = TypeVar("_T")
 
 _SECONDS = 1.0  # how long the news may take; the store may be gone with the rank that had it
+_REPORTING = 0.5  # seconds that ranks have to say that they are here, once they are freed
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -50,9 +51,26 @@ class News:
         note = msgspec.msgpack.encode(Note.of(fault))
         _within(_SECONDS, lambda: self._store.compare_set("first", "", note))  # type: ignore[arg-type]
 
-    def of_others(self, call: Call) -> GroupError | None:
+    def here(self, call: Call) -> None:
+        """Let the others know that this rank had come to the collective that broke the group."""
+        if call.kind not in ("send", "recv"):
+            _within(_SECONDS, lambda: self._store.set(f"here/{self._rank}", "yes"))
+
+    def missing(self, size: int) -> list[int]:
+        """The ranks that do not say so, though nothing holds them any more; waits a moment."""
+        return _within(2 * _SECONDS, lambda: self._await_ranks(size)) or []
+
+    def _await_ranks(self, size: int) -> list[int]:
+        away = [rank for rank in range(size) if rank != self._rank]
+        until = time.monotonic() + _REPORTING
+        while away and time.monotonic() < until:
+            away = [rank for rank in away if not self._store.check([f"here/{rank}"])]
+            time.sleep(0.005)
+        return away
+
+    def of_others(self, call: Call, seconds: float = _SECONDS) -> GroupError | None:
         """The fault that another rank wrote down, as the error of ``call`` here."""
-        if not (news := _within(2 * _SECONDS, self._read)):
+        if not (news := _within(seconds + _SECONDS, lambda: self._read(seconds))):
             return None
         note = msgspec.msgpack.decode(news, type=Note)
         if note.reporter == self._rank:
@@ -64,8 +82,8 @@ class News:
             return CollectiveTimeoutError(*at, seconds=note.seconds, reporter=note.reporter)
         return PeerLeftError(*at, aborted=note.kind == "aborted")
 
-    def _read(self) -> bytes:
-        until = time.monotonic() + _SECONDS
+    def _read(self, seconds: float) -> bytes:
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self._store.check(["first"]):
                 return bytes(self._store.get("first"))

@@ -19,7 +19,8 @@ class Time:
     """What is left of a call's timeout, for each of its steps.
 
     Steps that wait for a rank that waits itself get a little more, so that the rank that waits for
-    the culprit gives up first, and says who it was.
+    the culprit gives up first, and says who it was. On a busy machine it may not be the first;
+    whoever is gives it some more time to say so (``hybrid_backend.py``).
     """
 
     def __init__(self, seconds: float) -> None:
@@ -36,6 +37,7 @@ class Steps:
     def __init__(self, hosts: Hosts, local: ShmEngine, gloo: Gloo | None) -> None:
         self.hosts, self.size = hosts, len(hosts.places)
         self.local, self._groups = local, gloo
+        self.detour = False  # the latest step among the ranks of this host waits for one that waits
         self._where = torch.tensor(list(hosts.places.values())).unbind(1)
 
     @property
@@ -73,7 +75,7 @@ class Steps:
         """A step among the ranks of this host, who are numbered by their places."""
         if len(self.hosts.here) == 1 and inputs and outputs and inputs[0] is outputs[0]:
             return
-        seconds = time.left(detours)
+        seconds, self.detour = time.left(detours), detours > 0
         self.local.run(Call(kind, inputs, outputs, reduction, root, timeout=seconds))
 
     def across(
