@@ -19,12 +19,29 @@ from torch.distributed import HashStore
 import paceline
 from paceline.compiled import train_step, turns
 from paceline.compiled.turns import HostTurn
-from paceline.testing import Meeting, spawn_ranks
+from paceline.recorder.account import account_of
+from paceline.testing import Meeting, run_ranks, spawn_ranks
 
 from .marks import needs_compiler
 from .steps import batch, loss_of, seeded
 
 LONG = timedelta(minutes=5)
+
+
+def test_a_rank_that_compiles_says_so_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def one_rank(group: paceline.Group) -> list[str]:
+        ddp = paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        turn, said = turns.Turns(ddp, LONG), list[str]()
+        board = group.board
+        assert board is not None
+        turn.before()
+        said.append(account_of(board).doing)
+        turn.after()
+        return [*said, account_of(board).doing]
+
+    assert run_ranks(2, one_rank) == [["compiles its first step", ""]] * 2
 
 
 class Asking(HostTurn):

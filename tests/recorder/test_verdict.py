@@ -52,6 +52,33 @@ def test_a_rank_that_has_not_made_the_call_is_missing_at_its_line() -> None:
     )
 
 
+def test_a_rank_that_compiles_is_said_to_compile() -> None:
+    compiles = account(1, *HISTORY, user=LOADER, doing="compiles its first step")
+    found = verdict(r1=compiles, r2=account(2, *HISTORY, LATE))
+    assert (found.kind, found.rank) == (Kind.BUSY, 1)
+    assert "Rank 1 compiles its first step: it is at data.py:17 in batches" in found.text
+    assert "missing" not in found.text
+    assert found.text.endswith("All go on when it is done.")
+
+
+def test_a_rank_that_failed_in_the_same_call_is_not_to_blame_for_another() -> None:
+    failed = account(1, *HISTORY, call(5, error="PeerDiedError"), ended="its process has ended")
+    found = verdict(r1=failed, r2=Silence.ENDED)
+    assert (found.kind, found.rank) == (Kind.ENDED, 2)
+    found = verdict(r1=failed, r2=account(2, *HISTORY, user=LOADER))
+    assert (found.kind, found.rank) == (Kind.ELSEWHERE, 2)
+    found = verdict(r1=failed, r2=account(2, *HISTORY, LATE))
+    assert (found.kind, found.rank) == (Kind.ENDED, 1), "if there is nobody else"
+
+
+def test_ranks_that_the_engine_named_are_looked_at_first() -> None:
+    case = Case(account(0, *HISTORY, LATE), LATE, "shm:0,1,2", 12.3, suspects=(2,))
+    late = account(1, *HISTORY[:2], user=LOADER), account(2, *HISTORY, user=LOADER)
+    assert judge(case, {1: late[0], 2: late[1]}).rank == 2
+    waits = account(2, *HISTORY, LATE, inside=True)
+    assert judge(case, {1: late[0], 2: waits}).rank == 1, "it waits itself"
+
+
 def test_of_several_the_one_that_is_furthest_behind_is_named() -> None:
     found = verdict(r1=account(1, *HISTORY), r2=account(2, *HISTORY[:2], user=LOADER))
     assert found.rank == 2

@@ -21,11 +21,13 @@ from pathlib import Path
 
 from ..ddp import DistributedDataParallel
 from ..groups import Group
+from ..recorder import events
 from . import torch_private
 from .settings import Settings
 
 _LOOK = 0.02  # seconds between two looks at a lock
 _NO_FILE = -1
+_COMPILES = "compiles, or waits for its turn to"
 
 
 class Turns:
@@ -51,15 +53,24 @@ class Turns:
         self._open = first and self._group.size() > 1 and not self._ddp._join_config.enable
         if self._open and not self._leads:
             self._group.barrier(self._timeout)
+        if self._open:
+            _say(self._group.board, "compiles its first step")
 
     def after(self) -> None:
         """This rank has compiled: wait for all others, unless it has done so already."""
         if not self._open:
             return
         self._open = False
+        _say(self._group.board, "")
         if self._leads:
             self._group.barrier(self._timeout)
         self._group.barrier(self._timeout)
+
+
+def _say(board: events.Board | None, doing: str) -> None:
+    """Let ranks that wait for this one know why."""
+    if board is not None:
+        board.doing = doing
 
 
 # -- torch.compile(ddp) -----------------------------------------------------------------------
@@ -110,7 +121,7 @@ class WrapperTurns:
     """This process's turns at compiling wrappers, forward and backward."""
 
     def __init__(self) -> None:
-        self._compilations: set[str] = set()  # those of wrappers, by torch's names
+        self._compilations: dict[str, events.Board | None] = {}  # of wrappers, by torch's names
         self._turn: HostTurn | None = None
         self._timeout = Settings().compile_timeout
 
@@ -119,16 +130,21 @@ class WrapperTurns:
         group = ddp._replica.group
         if group.backend == "threads" or not torch_private.uses_inductor():
             return  # there is one process, or nothing is kept
-        self._compilations.add(torch_private.this_compilation())
+        compilation = torch_private.this_compilation()
+        self._compilations[compilation] = group.board
+        _say(group.board, _COMPILES)
         torch_private.hear_of_compilations(self._begins, self._ends)
         self._take()
         _be_patient(ddp, group, self._timeout)
 
     def _begins(self, compilation: str) -> None:
         if compilation in self._compilations:  # the backward pass of one
+            _say(self._compilations[compilation], _COMPILES)
             self._take()
 
     def _ends(self, compilation: str) -> None:
+        if compilation in self._compilations:
+            _say(self._compilations[compilation], "")
         if self._turn is not None:
             self._turn.give_back()
 

@@ -84,6 +84,7 @@ class Account(msgspec.Struct, frozen=True):
     elsewhere: str = ""  # a call of another group that it waits in
     ended: str = ""  # how its process ended, when these are its last words
     time: float = 0.0  # seconds since the epoch
+    doing: str = ""  # why it may be long in coming
     heard: bool = False  # put together from what it told before
 
     def call(self, sequence: int) -> Told | None:
@@ -109,6 +110,7 @@ def account_of(board: events.Board, ended: str = "", calls: int = CALLS) -> Acco
         closed=board.closed or ("" if board.group() is not None else DROPPED),
         elsewhere=_elsewhere(board, waits),
         ended=ended,
+        doing=board.doing,
         time=(events.now() + events.epoch_ns()) / 1e9,
     )
 

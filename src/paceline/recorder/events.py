@@ -190,6 +190,7 @@ class Board:
         self.by: tuple[Track, int] | None = None  # the bucket whose call comes next
         self.purpose = ""  # what the calls that come are for, unless they are the user's own
         self.closed = ""  # the line that ended the group
+        self.doing = ""  # why this rank may be long in coming, as in "compiles its first step"
         self.checks = "warn"  # what becomes of calls from different lines; "off": nothing
         self.label = ""
 

@@ -34,6 +34,7 @@ class Kind(Enum):
     ENDED = auto()  # a rank's process is gone
     LEFT = auto()  # a rank has shut the group down
     SKIPPED = auto()  # a rank left a backward pass out
+    BUSY = auto()  # a rank does what takes long, such as compiling
     ELSEWHERE = auto()  # a rank is in other code
     SILENT = auto()  # a rank does not answer
     NOBODY = auto()  # all have made the call
@@ -202,19 +203,27 @@ def _behind(case: Case, said: Said) -> Finding | None:
     if not late:
         return None
     first, *others = sorted(late, key=lambda a: (bool(a.elsewhere), a.made, a.rank))
-    where = f"{_sentence(case.name(first.rank))} is missing: {_whereabouts(first)}."
+    where = _absence(case, first)
     if case.call.sequence and first.made:
         where += f" It has made {first.made} of {case.call.sequence} calls."
     where += _missing_too(case, others)
+    if first.doing:
+        return Kind.BUSY, first.rank, where
     skipped = _skip(case.mine, first, where, case.members, last=False)
     return skipped or (Kind.ELSEWHERE, first.rank, where)
+
+
+def _absence(case: Case, account: Account, too: str = "") -> str:
+    """That a rank is not there, why if it says so, and where it is."""
+    what = account.doing or f"is missing{too}"
+    return f"{_sentence(case.name(account.rank))} {what}: {_whereabouts(account)}."
 
 
 def _missing_too(case: Case, others: Sequence[Account]) -> str:
     """Where the next few are, and how many more there are."""
     text = ""
     for account in others[:_TOLD]:
-        text += f" {_sentence(case.name(account.rank))} is missing too: {_whereabouts(account)}."
+        text += f" {_absence(case, account, ' too')}"
     more = len(others) - _TOLD
     return f"{text} So {'are' if more > 1 else 'is'} {more} more." if more > 0 else text
 
@@ -344,7 +353,7 @@ def _waiting(case: Case, said: Said, culprit: int) -> str:
 
 
 def _then(kind: Kind, over: bool) -> str:
-    if over and kind is Kind.ELSEWHERE:
+    if over and kind in (Kind.ELSEWHERE, Kind.BUSY):
         return ""
     return {
         Kind.DIFFERS: "Every rank must make the same calls in the same order with equal sizes.",
@@ -352,6 +361,7 @@ def _then(kind: Kind, over: bool) -> str:
         Kind.LEFT: "A rank that leaves must not be waited for: give all ranks the same number of "
         "steps, or train inside paceline.Join.",
         Kind.SKIPPED: "Run backward on every rank in every step, or train inside paceline.Join.",
+        Kind.BUSY: "All go on when it is done.",
         Kind.ELSEWHERE: "If it is only slow, all go on when it comes.",
         Kind.SILENT: "Look whether that process lives.",
         Kind.NOBODY: "",
