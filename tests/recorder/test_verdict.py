@@ -67,7 +67,7 @@ def test_a_rank_that_failed_in_the_same_call_is_not_to_blame_for_another() -> No
     assert (found.kind, found.rank) == (Kind.ENDED, 2)
     found = verdict(r1=failed, r2=account(2, *HISTORY, user=LOADER))
     assert (found.kind, found.rank) == (Kind.ELSEWHERE, 2)
-    found = verdict(r1=failed, r2=account(2, *HISTORY, LATE))
+    found = verdict(r1=failed, r2=account(2, *HISTORY, LATE, inside=True))
     assert (found.kind, found.rank) == (Kind.ENDED, 1), "if there is nobody else"
 
 
