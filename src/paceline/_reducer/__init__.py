@@ -2,6 +2,7 @@
 
 from .bucket import Bucket, GradBucket
 from .handed import Handed
+from .listeners import listen
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
@@ -21,5 +22,6 @@ __all__ = [
     "ShardedGradients",
     "Spec",
     "assign",
+    "listen",
     "local",
 ]

@@ -45,6 +45,11 @@ class Expected:
         if self.state is not Expects.ALL:
             self._outside, self.state = self.state, Expects.ALL
 
+    def expect_next(self) -> None:
+        """The next backward pass is averaged, as if a forward had ended now."""
+        if self.state is not Expects.ALL:
+            self.forward_ends(averaged=True)
+
     def forward_ends(self, *, averaged: bool) -> None:
         """The next backward pass is averaged, unless this forward spoke against it, or failed."""
         self.state = Expects.NEXT if averaged else self._outside

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 Listener = Callable[[Tensor], None]
 
 
+def listen(param: nn.Parameter, listener: Listener) -> RemovableHandle:
+    """Call ``listener`` when a gradient has come; a parameter that is frozen now may thaw."""
+    trained = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(listener)
+    finally:
+        param.requires_grad_(trained)
+
+
 class Listeners:
     """The hooks of one reducer."""
 
@@ -66,8 +75,7 @@ class Listeners:
         self._handles.clear()
 
     def _listen(self, param: nn.Parameter, listener: Listener) -> None:
-        if param.requires_grad:
-            self._handles.append(param.register_post_accumulate_grad_hook(listener))
+        self._handles.append(listen(param, listener))
 
     def _learner(self, number: int) -> Listener:
         reference, large = weakref.ref(self._reducer), self._reducer.layout.is_large(number)

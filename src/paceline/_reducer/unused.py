@@ -16,7 +16,8 @@ class Picture:
         self._names = tuple(names)
         self._first: frozenset[int] | None = None  # reached by the first pass
         self.steady = True  # all passes reached the same so far
-        self.unused: frozenset[int] = frozenset()  # not reached here in the last pass
+        self.unused: frozenset[int] = frozenset()  # not reached here in the last two passes
+        self._missed: frozenset[int] = frozenset()  # in the last one
         self.used = [0] * len(self._names)  # by how many ranks' graphs in the last pass
         self.unfinished: tuple[int, ...] = ()  # strict: what the last pass did not reach
 
@@ -43,9 +44,10 @@ class Picture:
 
     def conclude(self, missed: Collection[int], policy: Reduction) -> None:
         """A pass of this rank's own is over."""
-        self.unused = frozenset(missed)
+        before, self._missed = self._missed, frozenset(missed)
+        self.unused = before & self._missed
         if policy.strict and not (policy.find_unused or policy.static_graph):
-            self.unfinished = tuple(sorted(self.unused))
+            self.unfinished = tuple(sorted(self._missed))
 
     def count(self, told: Header | None, ranks: int) -> None:
         """Learn from the header on how many ranks each parameter was reached."""
@@ -54,4 +56,5 @@ class Picture:
 
     def forget(self) -> None:
         """The next pass is as a first one."""
-        self._first, self.unused, self.unfinished = None, frozenset(), ()
+        self._first, self.unfinished = None, ()
+        self.unused = self._missed = frozenset()

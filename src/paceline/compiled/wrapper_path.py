@@ -110,11 +110,9 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     end: Any = _End
     anchor = end.apply(ddp._number, ddp._anchor)
     layers: dict[str, list[tuple[int, str, Tensor]]] = {}
-    number = 0
-    for name, param in ddp._replica._all.items():
+    for number, (name, param) in enumerate(ddp._replica.trained.items()):
         if param.requires_grad:
             layers.setdefault(name.rpartition(".")[0], []).append((number, name, param))
-            number += 1
     gated: dict[str, Tensor] = {}
     for members in layers.values():
         numbers = [number for number, _, _ in members]

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ..groups import Group
 from ..policies import Reduction
 from ..recorder import events
 from .buffers import Buffers
+from .frozen import LetGo
 from .logging_data import Times
 from .models import broadcast, describe, verify
 from .structure import tensors_in
@@ -97,6 +99,9 @@ class Replica:
         self.before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
         self.times = Times()
         self._micro_steps = 0  # of accumulate
+        self._toggles = False  # parameters are frozen and thawed inside forwards
+        self._passes_before = 0  # the forward that ran last
+        self._let_go = LetGo({}, group.rank())
         self._all = {n: p for n, p in module.named_parameters() if n not in self.ignored}
         if init_sync:
             self.verify()
@@ -120,16 +125,16 @@ class Replica:
         with events.calls_for(self.group.board, MODEL):
             broadcast(self.group, tensors, root, self.chunk_bytes)
 
-    def _new_reducer(self, policy: Reduction) -> Reducer:
-        self._trained = {n: p for n, p in self._all.items() if p.requires_grad}
+    def _new_reducer(self, policy: Reduction, keep: Collection[str] = ()) -> Reducer:
+        self.trained = {n: p for n, p in self._all.items() if p.requires_grad or n in keep}
         self._graded = [p.requires_grad for p in self._all.values()]
         sparse = sparse_parameters(self.module)
         reducer = Reducer(
-            list(self._trained.values()),
-            list(self._trained),
+            list(self.trained.values()),
+            list(self.trained),
             self.group,
             policy,
-            sparse=[p in sparse for p in self._trained.values()],
+            sparse=[p in sparse for p in self.trained.values()],
             wanted=self._averages_now,
         )
         reducer.after_pass += [self._after_pass, self.times.note]
@@ -137,15 +142,33 @@ class Replica:
         return reducer
 
     def _follow_freezing(self) -> None:
-        """Parameters frozen or thawed since the last forward: begin anew with what is trained."""
-        graded = [p.requires_grad for p in self._all.values()]
-        if graded == self._graded:
+        """Parameters frozen or thawed since the last forward: begin anew with what is trained.
+
+        A model that freezes and thaws inside its forward (a GAN with an optimizer for each half)
+        keeps what it has once trained.
+        """
+        if [p.requires_grad for p in self._all.values()] == self._graded:
             return
+        if not self._toggles:
+            self._begin_anew()
+        else:
+            self._take_in_thawed()
+
+    def _take_in_thawed(self) -> None:
+        """Begin anew if something is trained now that has no place in a bucket."""
+        if any(p.requires_grad and n not in self.trained for n, p in self._all.items()):
+            self._toggles = True
+            self._begin_anew(keep=self.trained)
+
+    def _begin_anew(self, keep: Collection[str] = ()) -> None:
         self._refuse_if_sharded("parameters were frozen or thawed")
         self.verify()
-        old = self.reducer
+        old, before = self.reducer, self.trained
         old.retire()
-        self.reducer = self._new_reducer(old.policy)
+        self.reducer = self._new_reducer(old.policy, keep)
+        self._let_go.forget()
+        self._let_go = LetGo(_without(before, self.trained), self.group.rank())
+        self._let_go.watch(weakref.WeakMethod(self._is_averaged))
         self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
         self.reducer.expected = old.expected
         self.reducer.after_bucket = old.after_bucket
@@ -173,6 +196,7 @@ class Replica:
             self.reducer.settle_plan()
             self.times.forward_start = time.perf_counter_ns()
             self.reducer.diary.forward_begins()
+            self._passes_before = self.reducer.passes
         if self.syncs_buffers and not self.buffers.hooked_after:
             self.sync_buffers()
         if torch.is_grad_enabled():
@@ -188,11 +212,28 @@ class Replica:
             self.buffer_sync = False  # ranks may have unequal numbers of batches to look at
             return
         self.buffer_sync = self.backward_sync
+        if self.reducer.passes != self._passes_before:  # a backward ran inside
+            graded = [p.requires_grad for p in self._all.values()]
+            self._toggles = self._toggles or graded != self._graded
         self.reducer.expected.forward_ends(averaged=self.backward_sync)
         self.reducer.diary.forward_ends()
+        self._watch(output)
+
+    def _watch(self, output: Any) -> None:
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
                 self.reducer.watch(tensor)
+
+    def expect_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Average the next backward pass too, with what is trained now.
+
+        Torch's ``prepare_for_backward``, for programs that call backward several times inside one
+        forward, and freeze and thaw parameters between (Lightning's manual optimization).
+        """
+        self._left_out = not self.backward_sync
+        self._take_in_thawed()
+        self.reducer.expected.expect_next()
+        self._watch(list(outputs))
 
     def expect_no_backward(self) -> None:
         """The gradients of the last forward were averaged with it."""
@@ -274,6 +315,10 @@ class Replica:
 
     # -- which passes are averaged ------------------------------------------------------------
 
+    def _is_averaged(self) -> bool:
+        """Whether gradients that come now belong to a pass that is averaged."""
+        return self._averages_now() and not self.reducer.expected.nothing
+
     def _averages_now(self) -> bool:
         """Decided when the backward pass runs; a forward inside no_sync speaks for its backward."""
         return self.backward_sync and not self._left_out
@@ -321,7 +366,7 @@ class Replica:
         sparse = sparse_parameters(self.module)
         unfit = [
             name
-            for name, param in self._trained.items()
+            for name, param in self.trained.items()
             if param in sparse or local(param) is not param or self.companions
         ]
         if unfit:
@@ -349,6 +394,12 @@ class Replica:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is not kept in step until somebody says so
+
+
+def _without(
+    params: Mapping[str, nn.Parameter], others: Collection[str]
+) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in params.items() if name not in others}
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:

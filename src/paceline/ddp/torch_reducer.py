@@ -69,8 +69,8 @@ class TorchReducer:
         """Nothing is left to do before a forward pass."""
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Watch ``outputs`` for the backward pass."""
-        self._replica.after_forward(list(outputs))
+        """Watch ``outputs``, and average the next backward pass, with what is trained now."""
+        self._replica.expect_backward(outputs)
 
 
 def torch_logger(group: Any) -> Any:

@@ -36,6 +36,7 @@
     ├── UnfinishedReductionError   a pass left parameters out (strict)          (RuntimeError)
     │   └── GraphChangedError      a static graph that changed
     ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
+    ├── ThawedParameterError       thawed inside a forward that began without it (RuntimeError)
     ├── UnweighableError           a weighed pass that cannot be told apart     (RuntimeError)
     ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
@@ -94,6 +95,7 @@ from .ddp import (
     PeerError,
     ShardingError,
     UnfinishedReductionError,
+    ThawedParameterError,
     UnweighableError,
 )
 from .groups import (
@@ -216,6 +218,7 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedError",
     "UnsupportedParametersError",
+    "ThawedParameterError",
     "UnweighableError",
     "WaitTimeoutError",
 ]

@@ -158,6 +158,22 @@ class UnweighableError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class ThawedParameterError(PacelineError, RuntimeError):
+    """A parameter was thawed inside a forward that began without it."""
+
+    rank: int
+    parameter: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: a gradient came to {self.parameter}, which was frozen when the "
+            "forward began and is trained now, so no bucket has a place for it. It was not "
+            "averaged, and the other ranks raise the same or wait for this one. Thaw it before "
+            "the forward, or call ddp.reducer.prepare_for_backward([]) after thawing it."
+        )
+
+
+@dataclass(eq=False)
 class ShardingError(PacelineError, ValueError):
     """A model whose gradients cannot be cut into shards."""
 
