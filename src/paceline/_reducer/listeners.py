@@ -31,7 +31,10 @@ def listen(param: nn.Parameter, listener: Listener) -> RemovableHandle:
     """Call ``listener`` when a gradient has come; a parameter that is frozen now may thaw."""
     trained = param.requires_grad
     try:
-        return param.requires_grad_(True).register_post_accumulate_grad_hook(listener)
+        handle: RemovableHandle = param.requires_grad_(True).register_post_accumulate_grad_hook(
+            listener
+        )
+        return handle
     finally:
         param.requires_grad_(trained)
 

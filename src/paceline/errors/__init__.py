@@ -94,8 +94,8 @@ from .ddp import (
     ModuleTypeError,
     PeerError,
     ShardingError,
-    UnfinishedReductionError,
     ThawedParameterError,
+    UnfinishedReductionError,
     UnweighableError,
 )
 from .groups import (
@@ -212,13 +212,13 @@ __all__ = [
     "ShardArgumentError",
     "ShardMismatchError",
     "ShardingError",
+    "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinishedReductionError",
     "UnknownBackendError",
     "UnknownOptionError",
     "UnsupportedError",
     "UnsupportedParametersError",
-    "ThawedParameterError",
     "UnweighableError",
     "WaitTimeoutError",
 ]
