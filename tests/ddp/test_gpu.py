@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
+from paceline.errors import PeerError
+from paceline.testing import Meeting, spawn_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -122,3 +124,91 @@ def test_mixed_precision_and_a_hook_work(group: Group) -> None:
     for _ in range(2):
         hooked(torch.randn(4, 8, device="cuda")).sum().backward()
     assert os.environ["PACELINE_SKIP_ALONE"] == "0"
+
+
+# Two ranks on one GPU: over gloo, and over NCCL where it takes them (2.30 with this variable set).
+
+BACKENDS = ["gloo", *(["nccl"] if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else [])]
+two_ranks = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def line() -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer.cuda()
+
+
+def backward(ddp: DDP, value: float, weight: float | None = None) -> float:
+    ddp.zero_grad()
+    if weight is not None:
+        ddp.weight(weight)
+    ddp(torch.full((1, 1), value, device="cuda")).sum().backward()
+    return float(ddp.module.weight.grad)
+
+
+def _some_with_weights(meeting: Meeting, backend: str) -> list[float]:
+    with meeting.new_group(backend, device="cuda:0") as group:
+        ddp, rank = DDP(line(), process_group=group), meeting.rank
+        plain = [backward(ddp, 1.0 + rank) for _ in range(2)]
+        mixed = [backward(ddp, 1.0 + rank, weight=3.0 if rank else None) for _ in range(4)]
+        return [*plain, *mixed, backward(ddp, 1.0 + rank)]
+
+
+@two_ranks
+def test_ranks_without_a_weight_divide_as_those_with_one(backend: str) -> None:
+    for found in spawn_ranks(2, _some_with_weights, backend, deadline=120):
+        assert found == [1.5, 1.5, 1.75, 1.75, 1.75, 1.75, 1.5]
+
+
+class Unlucky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        if fails:
+            raise ArithmeticError("no luck")
+        return self.layer(x)
+
+
+def _fail_last(meeting: Meeting, backend: str, saves: bool) -> tuple[str, bool]:
+    zeros = False
+    try:
+        with meeting.new_group(backend, device="cuda:0") as group:
+            ddp = DDP(Unlucky().cuda(), process_group=group)
+            for step in range(3):
+                ddp.zero_grad()
+                try:
+                    fails = meeting.rank == 1 and step == 2
+                    ddp(torch.ones(4, 3, device="cuda"), fails).sum().backward()
+                except ArithmeticError:
+                    continue
+            zeros = all(p.grad is None or not p.grad.any() for p in ddp.parameters())
+            if saves:
+                ddp.module.state_dict()
+    except PeerError as error:
+        return str(error), zeros
+    return "", zeros
+
+
+@two_ranks
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_failure_in_the_last_pass_is_heard_at_the_end(backend: str, saves: bool) -> None:
+    heard, failed = spawn_ranks(2, _fail_last, backend, saves, deadline=120)
+    assert "in the last pass" in heard[0]
+    assert heard[1]
+    assert not failed[0]
+
+
+def _warm_up(meeting: Meeting, backend: str) -> float:
+    with meeting.new_group(backend, device="cuda:0") as group:
+        ddp, rank = DDP(line(), process_group=group), meeting.rank
+        backward(ddp, 1.0)
+        for _ in range(3 if rank else 0):
+            ddp.module(torch.ones(1, 1, device="cuda")).sum().backward()
+        return backward(ddp, 1.0 + rank)
+
+
+@two_ranks
+def test_one_rank_may_use_the_module_alone(backend: str) -> None:
+    assert spawn_ranks(2, _warm_up, backend, deadline=120) == [1.5, 1.5]

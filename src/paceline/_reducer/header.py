@@ -105,12 +105,25 @@ def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
             memory.index_fill_(0, where, value)
 
 
+def divisor(memory: Tensor, ranks: int, *, by_active: bool) -> Tensor:
+    """What means are divided by, worked out where the header is: nobody waits for a device.
+
+    Infinite when a rank cannot go on: what the others have is half a gradient, and becomes zeros.
+    """
+    flags = memory[1:_FIXED] > 0  # trouble, late, weighed
+    plain: Tensor | float = 1.0
+    if by_active:
+        plain = (memory[_FIXED : _FIXED + ranks] > 0).sum().to(memory.dtype) / ranks
+    weight = torch.where(flags[2], memory[0], plain).clamp_min(torch.finfo(memory.dtype).tiny)
+    return torch.where(flags[:2].any(), torch.inf, weight)
+
+
 class Mailbox:
     """Writes headers quickly, and reads them when that need not stop a device."""
 
     def __init__(self) -> None:
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
-        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
         """Say this rank's part; what is usual is kept ready."""
@@ -122,22 +135,27 @@ class Mailbox:
             write(self._usual, said, scale, ranks)
         memory.copy_(self._usual)
 
-    def read(self, memory: Tensor, ranks: int, *, now: bool) -> Header | None:
-        """What the ranks said, or with ``now=False`` None: :meth:`earlier` has it a pass later."""
-        if now:
-            return Header.read(memory, ranks)
-        if ranks > 1:
+    def keep(self, memory: Tensor) -> None:
+        """Let :meth:`earlier` have what the ranks said, once the device has got that far."""
+        event = None
+        if memory.is_cuda:
             copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
             copy.copy_(memory, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self._unread = copy, event
-        return None
+        else:
+            copy = memory.clone()
+        self._unread = copy, event
 
     def earlier(self, ranks: int) -> Header | None:
-        """What was said in a pass before and not read then."""
+        """What was kept of the pass before; waits for the device."""
         if self._unread is None:
             return None
         (copy, event), self._unread = self._unread, None
-        event.synchronize()
+        if event is not None:
+            event.synchronize()
         return Header.read(copy, ranks)
+
+    def forget(self) -> None:
+        """What was kept is known."""
+        self._unread = None

@@ -36,6 +36,8 @@ class Pass:
     idle: set[int] = field(default_factory=set)  # have a gradient that this pass did not touch
     absent: set[int] = field(default_factory=set)  # have none
     late: dict[int, Tensor] = field(default_factory=dict)  # came after their bucket had left
+    overdue: bool = False  # a rank was in trouble in the pass before, and nobody knew
+    header: Tensor | None = None  # what the ranks said, on the device
     divisor: float = 1.0  # beyond the number of ranks
     began: int = field(default_factory=time.perf_counter_ns)
     first_launch: int = 0

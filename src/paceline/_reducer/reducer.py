@@ -45,7 +45,7 @@ from .layout import Layout, agreed_order
 from .listeners import Listeners
 from .passes import Pass, Role
 from .shards import ShardedGradients
-from .tensors import local
+from .tensors import divide, local
 from .unused import Picture
 from .weights import Ledger
 
@@ -82,6 +82,7 @@ class Reducer:
         self.after_average: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self.after_pass: list[Callable[[Pass], None]] = []
         self.after_failure: list[Callable[[], None]] = []
+        self.heeds: Callable[[], bool] = lambda: False  # what ranks say is needed in the pass
         self._wanted = wanted
         self._mailbox = Mailbox()
         self._ending: Callable[[], object] = _nothing  # of the backward that runs, while it does
@@ -116,6 +117,16 @@ class Reducer:
     def on_cpu(self) -> bool:
         """Whether the results can be read without stopping a device."""
         return bool(self.params) and self.params[0].device.type == "cpu"
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether reading what ranks said would stop a device, so that it is done a pass later."""
+        late = self.policy.reads_late
+        return not self.on_cpu if late is None else late
+
+    def read_late(self) -> None:
+        """From now on do as on a device, wherever the gradients are."""
+        self.layout.policy = replace(self.policy, reads_late=True)
 
     def names_in(self, bucket: int) -> list[str]:
         """The parameters of a bucket."""
@@ -262,7 +273,29 @@ class Reducer:
         if self.ledger.weighs and not self.ledger.open:
             self.ledger.begin(self.params)
         self.latest = Pass(role, answers)
+        self.latest.overdue = self._hear_earlier()
         return self.latest
+
+    def _hear_earlier(self) -> bool:
+        """Read what the pass before kept; whether it says that a rank could not go on.
+
+        Weights change their unit only here where headers are read late: all ranks have it by now.
+        """
+        earlier = self._mailbox.earlier(self.group.size())
+        if earlier is None:
+            return False
+        failed = earlier.trouble or earlier.late
+        if earlier.weighed and not failed:
+            self.ledger.choose_unit(earlier.weight)
+        return failed
+
+    def hear(self) -> None:
+        """Raise if a rank could not go on in the last pass and this is not known; may wait.
+
+        Between two passes, where something depends on what the last one left.
+        """
+        if self._hear_earlier():
+            raise PeerError(self.group.rank(), {}, "in the last pass")
 
     def _agree_on_unit(self) -> None:
         most = torch.tensor([self.ledger.weight], device=self.params[0].device)
@@ -308,7 +341,7 @@ class Reducer:
     def _is_full(self, bucket: Bucket) -> bool:
         touched = self.running.touched
         missing = [number for number in bucket.numbers if number not in touched]
-        return not missing or (self.on_cpu and self.picture.unused.issuperset(missing))
+        return not missing or (not self.reads_late and self.picture.unused.issuperset(missing))
 
     def take(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """Move these gradients in, weighed if they are to be."""
@@ -361,6 +394,7 @@ class Reducer:
         try:
             self.told = self._exchange()
             self._divide(self.told)
+            self._refuse_overdue()
             self._refuse_trouble(self.told)
             self._hand_out(self.told)
             self._settle_weights(self.told)
@@ -446,7 +480,7 @@ class Reducer:
     @property
     def _listens(self) -> bool:
         """Whether all ranks read the header in the pass it belongs to."""
-        return self.on_cpu or self.learning
+        return not self.reads_late or self.learning or self.layout.sharded
 
     def _header_memory(self, last: Bucket) -> tuple[Tensor, bool]:
         size = header.length(self.group.size(), len(self.params))
@@ -476,25 +510,39 @@ class Reducer:
         self._mailbox.write(memory, said, scale, self.group.size())
 
     def _read_header(self, memory: Tensor) -> Header | None:
-        """What the ranks said; None while a device has not got that far and nothing hangs on it."""
-        running, ranks = self.running, self.group.size()
-        earlier = self._mailbox.earlier(ranks)
-        if earlier is not None and (earlier.trouble or earlier.late):
-            raise PeerError(self.group.rank(), {}, "in the pass before this one")
-        special = running.absent or running.late or running.trouble
-        weighs = self.ledger.counts or self.by_active
-        return self._mailbox.read(memory, ranks, now=self._listens or bool(special) or weighs)
+        """What the ranks said; None while a device has not got that far and nothing hangs on it.
+
+        Then :meth:`_hear_earlier` has it a pass later. Until then it counts all the same: means are
+        divided on the device.
+        """
+        running = self.running
+        if self._listens:
+            return Header.read(memory, self.group.size())
+        running.header = memory
+        self._mailbox.keep(memory)
+        special = running.absent or running.late or running.trouble or self.after_bucket
+        if special or self.by_active or self.heeds():
+            return Header.read(memory, self.group.size())
+        return None
 
     def _divide(self, told: Header | None) -> None:
         """The mean of ``w g`` over the mean of ``w``; of plain passes, that of the active ranks."""
-        if told is None or not (told.weighed or self.by_active):
+        ranks, memory = self.group.size(), self.running.header
+        if memory is not None:
+            divisor = header.divisor(memory, ranks, by_active=self.by_active)
+            divide([bucket.means for bucket in self.layout.buckets], divisor)
+        if memory is not None or told is None or not (told.weighed or self.by_active):
             return
-        ranks = self.group.size()
         weight = told.weight if told.weighed else len(told.active_ranks()) / ranks
         if weight not in (0.0, 1.0):
             for bucket in self.layout.buckets:
                 bucket.means.div_(weight)
             self.running.divisor = weight
+
+    def _refuse_overdue(self) -> None:
+        """Raise what was not known in the pass before; not earlier, so that this one is whole."""
+        if self.running.overdue:
+            raise PeerError(self.group.rank(), {}, "in the pass before this one")
 
     def _refuse_trouble(self, told: Header | None) -> None:
         """When a rank said that it cannot go on, raise what it says on every rank."""
@@ -503,6 +551,7 @@ class Reducer:
                 raise self.running.failure
             return
         mine = self.running.trouble
+        self._mailbox.forget()
         said = self.group.all_gather_object(mine) if self._listens else []
         if self.running.failure is not None:
             raise self.running.failure
@@ -538,7 +587,7 @@ class Reducer:
             self.layout.buckets[bucket].add(slot, total.div_(self.running.divisor))
 
     def _settle_weights(self, told: Header | None) -> None:
-        if told is not None and told.weighed:
+        if told is not None and told.weighed and self._listens:
             self.ledger.choose_unit(told.weight)
         if self.ledger.open and self.running.role is not Role.STANDING_IN:
             self.ledger.settle(self.params)

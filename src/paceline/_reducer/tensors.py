@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +54,18 @@ def like(view: Tensor, param: Tensor) -> Tensor:
         shape=sharded.shape,
         stride=sharded.stride(),
     )
+
+
+def divide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divide ``tensors`` in place by one number on their device, in at least 32 bits."""
+    wide = [t for t in tensors if not t.is_sparse and t.dtype.itemsize >= 4]
+    if wide:
+        torch._foreach_div_(wide, divisor)
+    for tensor in tensors:
+        if tensor.is_sparse:
+            tensor.div_(divisor)
+        elif tensor.dtype.itemsize < 4:
+            tensor.copy_(tensor.float().div_(divisor))
 
 
 def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:

@@ -69,6 +69,7 @@ def replica_of(model: nn.Module) -> Replica:
 def _before(model: nn.Module, _inputs: Any) -> None:
     replica = vars(model).get(_KEPT)
     if replica is not None:  # None in a copy
+        replica.handled = sys.exc_info()[1]
         replica.before_forward()
 
 
@@ -78,7 +79,9 @@ def _after(model: nn.Module, _inputs: Any, output: Any) -> None:
     if replica is None:
         return
     error = sys.exc_info()[1]
-    if output is None and error is not None:  # always_call: the forward raised
+    raised = error is not None and error is not replica.handled
+    replica.handled = None
+    if output is None and raised:  # always_call: the forward raised
         replica.forward_failed(error)
     else:
         replica.after_forward(output)

@@ -32,6 +32,7 @@ from ..errors import (
 from ..groups import Group
 from ..policies import Reduction
 from ..recorder import events
+from . import pending
 from .buffers import Buffers
 from .frozen import LetGo
 from .logging_data import Times
@@ -94,6 +95,7 @@ class Replica:
         self._left_out = False  # the last forward ran inside no_sync
         self.companions: list[Reducer] = []  # whose passes end with those of the reducer
         self.told_of: BaseException | None = None  # a failure that the other ranks know of
+        self.handled: BaseException | None = None  # around a forward: what is being handled there
         self.in_join: Callable[[], bool] = lambda: False
         self.layers: Group | None = None  # what SyncBatchNorm layers have for themselves
         self.before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
@@ -108,6 +110,7 @@ class Replica:
             self.broadcast(0, buffers=init_buffers)
         self.reducer = self._new_reducer(policy)
         self.expect_no_backward()
+        pending.watch(self)
         self._lend_to_layers()
 
     # -- the ranks' models --------------------------------------------------------------------
@@ -139,6 +142,7 @@ class Replica:
         )
         reducer.after_pass += [self._after_pass, self.times.note]
         reducer.after_failure.append(self._after_failure)
+        reducer.heeds = lambda: self.in_join()  # ranks that have run out act on it at once
         return reducer
 
     def _follow_freezing(self) -> None:
@@ -201,6 +205,8 @@ class Replica:
             self.sync_buffers()
         if torch.is_grad_enabled():
             self.reducer.expected.forward_begins()
+        else:
+            self.hear()
 
     def after_forward(self, output: Any) -> None:
         """Watch the output for the backward pass."""
@@ -238,6 +244,21 @@ class Replica:
     def expect_no_backward(self) -> None:
         """The gradients of the last forward were averaged with it."""
         self.reducer.expected.reset()
+
+    def read_late(self) -> None:
+        """From now on do as on a device, wherever the parameters are; every rank calls it."""
+        self.reducer.read_late()
+        pending.watch(self)
+
+    def hear(self) -> None:
+        """Raise if a rank could not go on in the last pass, where that is known a pass late only.
+
+        Called where somebody relies on what the last pass left: before a state dict, at ``eval()``,
+        in a forward without gradients, at the end of the group.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            for reducer in (self.reducer, *self.companions):
+                reducer.hear()
 
     def forward_failed(self, error: BaseException) -> None:
         """Tell the other ranks, which will wait in their backward pass, why none follows here."""
@@ -388,6 +409,7 @@ class Replica:
         """Go on in another group; every one of its ranks does so at the same time."""
         self._refuse_if_sharded("the group was changed")
         self.group = group
+        pending.watch(self)
         for reducer in (self.reducer, *self.companions):
             reducer.move_to(group)
         self._lend_to_layers()

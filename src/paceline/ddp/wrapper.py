@@ -265,7 +265,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         return gather(outputs, output_device, dim=self.dim)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set the module's mode."""
+        """Set the module's mode; ``eval()`` hears of a failure in the last pass."""
+        if not mode:
+            self._replica.hear()
         nn.Module.train(self, mode)
         return self
 

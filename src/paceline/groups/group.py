@@ -12,9 +12,11 @@ has what a group is: who is in it, where it ends, and which other groups come ou
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -67,6 +69,7 @@ class Group(Collectives):
         self._lock = threading.Lock()
         self._checks: Checks = "warn"
         self._registered = False
+        self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._barriers = itertools.count()
         self._group_name = self._group_desc = ""
         if isinstance(engine, TorchEngine):
@@ -404,6 +407,15 @@ class Group(Collectives):
 
     # -- the end ------------------------------------------------------------------------------
 
+    def before_shutdown(self, callback: Callable[[], None]) -> RemovableHandle:
+        """Call ``callback`` when the group is shut down, unless it was aborted before.
+
+        What it raises is raised by :meth:`shutdown`, after the group has been left.
+        """
+        handle = RemovableHandle(self._endings)
+        self._endings[handle.id] = callback
+        return handle
+
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group, at once; it is over then."""
         self._closed = self._closed or "aborted"
@@ -414,12 +426,16 @@ class Group(Collectives):
         with self._lock:
             if self._closed == "shut down":
                 return
+            endings = [] if self._closed else list(self._endings.values())
             self.unregister()
             self._closed = "shut down"
-        if self.board is not None:
-            self.board.close()
-        self._engine.shutdown()
-        self._watcher.close()
+        with contextlib.ExitStack() as stack:
+            for ending in endings:
+                stack.callback(ending)
+            if self.board is not None:
+                self.board.close()
+            self._engine.shutdown()
+            self._watcher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,62 @@
+"""What the last pass said and nobody has read yet: asked for where somebody relies on that pass.
+
+On a device headers are read a pass later, so that ranks do not stop (``_reducer/header.py``). After
+the last pass there is no later one. So a state dict, of the wrapper or of its module, and the end
+of the group ask first, and raise what another rank said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import PeerError
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+log = logging.getLogger(__name__)
+_replicas: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
+
+
+def watch(replica: Replica) -> None:
+    """Have the module's state dicts, and the end of its group, ask the replica first."""
+    if not replica.reducer.reads_late:
+        return
+    if replica.module not in _replicas:
+        replica.module.register_state_dict_pre_hook(ask_first)
+    held = weakref.ref(replica)
+    _replicas[replica.module] = held
+
+    def ask() -> None:
+        living = held()
+        if living is not None:
+            living.hear()
+
+    replica.group.before_shutdown(ask)
+
+
+def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:
+    """Hear of a failure in the last pass before its gradients' weights are saved."""
+    held = _replicas.get(module)
+    living = None if held is None else held()
+    if living is not None:
+        living.hear()
+
+
+@atexit.register
+def _ask_at_exit() -> None:
+    """Too late to raise: say so at least."""
+    for held in list(_replicas.values()):
+        living = held()
+        try:
+            if living is not None:
+                living.hear()
+        except PeerError as error:
+            log.error("%s", error)
+        except Exception:
+            log.debug("what the last pass said cannot be read any more", exc_info=True)
