@@ -262,7 +262,7 @@ def map_nothing() -> None:
     """What limits did not tell: the memory is promised, and then cannot be mapped."""
     library = clib.load()
     assert not isinstance(library, str)
-    library.pl_map = lambda fd, size: None  # type: ignore[method-assign]
+    library.pl_map = lambda fd, size, own: None  # type: ignore[method-assign]
 
 
 def no_memfd() -> None:
@@ -383,7 +383,7 @@ def test_the_library_itself_refuses_numbers_that_cannot_be() -> None:
     good = (0, 2, bases, watches, least, 2, 128)
     engine = library.pl_open(*good)
     assert engine
-    library.pl_close(engine)
+    library.pl_free(engine)
     for place, bad in ((0, 2), (0, -1), (1, 0), (1, 65), (4, least - 1), (6, 127), (6, 0)):
         assert not library.pl_open(*good[:place], bad, *good[place + 1 :])
 

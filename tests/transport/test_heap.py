@@ -16,7 +16,7 @@ def test_neighbours_grow_together_again() -> None:
     assert heap.take(1) is None
     for part in (parts[1], parts[3], parts[0], parts[2]):
         assert part is not None
-        assert heap.give_back(part) == 16 * ALIGNMENT
+        heap.give_back(part)
     assert heap.take(END - START) == START
 
 
@@ -36,7 +36,8 @@ def test_stretches_never_overlap_and_all_come_back(steps: list[tuple[bool, int]]
     for free, number in steps:
         if free and held:
             start = sorted(held)[number % len(held)]
-            assert heap.give_back(start) >= held.pop(start)
+            heap.give_back(start)
+            del held[start]
             continue
         start = heap.take(number)
         if start is None:

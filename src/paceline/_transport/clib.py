@@ -26,6 +26,7 @@ REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 DONE, AGAIN = 0, 1
 TIMED_OUT, PEER_DIED, PEER_LEFT, PEER_ABORTED, ABORTED, MISMATCH = -1, -2, -3, -4, -5, -6
+CLOSED, FORKED = -8, -9
 
 RUN, SUBMIT, SUBMIT_QUIETLY = 0, 1, 2
 
@@ -96,8 +97,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pl_nonce_at": (c_uint64, ()),
     "pl_build": (c_uint64, ()),
     "pl_window": (c_uint64, (c_int, c_int, c_uint64)),
-    "pl_map": (c_void_p, (c_int, c_uint64)),
-    "pl_unmap": (None, (c_void_p, c_uint64)),
+    "pl_map": (c_void_p, (c_int, c_uint64, c_int)),
+    "pl_unmap": (None, (c_void_p,)),
     "pl_discard": (None, (c_void_p, c_uint64)),
     "pl_open": (
         c_void_p,
@@ -108,8 +109,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pl_test": (c_int, (c_void_p,)),
     "pl_poke": (None, (c_void_p,)),
     "pl_abort": (None, (c_void_p,)),
-    "pl_leave": (None, (c_void_p,)),
-    "pl_close": (None, (c_void_p,)),
+    "pl_close": (c_int, (c_void_p,)),
+    "pl_free": (None, (c_void_p,)),
     "pl_position": (c_uint64, (c_void_p, c_int, POINTER(CallRecord))),
     "pl_reduces": (c_int, (c_uint32, c_uint32)),
 }

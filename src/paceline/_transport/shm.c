@@ -29,6 +29,11 @@
  * once something was submitted and nobody waits for it. At most one of them at a time ("running").
  * Collectives run in the order of submission; point-to-point transfers have a lane of their own and
  * overtake each other as their peers allow.
+ *
+ * The end. Threads that are in a call are counted. Closing lets nothing new begin, ends what is
+ * still under way as an abort does, and waits until nobody is inside; only then may the caller unmap
+ * the memory. The engine itself stays until pl_free, for those who come too late and are refused.
+ * shm_life.h says what holds in forked children.
  */
 #define _GNU_SOURCE
 #ifndef PACELINE_SOURCE
@@ -143,12 +148,11 @@ EXPORT uint64_t pl_window(int n, int cores, uint64_t asked) {
     return fitting < (size_t)n << 13 ? (size_t)n << 13 : fitting;
 }
 
-EXPORT void *pl_map(int fd, uint64_t bytes) {
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    return p == MAP_FAILED ? NULL : p;
+EXPORT void *pl_map(int fd, uint64_t bytes, int own) { return map_segment(fd, bytes, own); }
+EXPORT void pl_unmap(void *p) { unmap_segment(p); }
+EXPORT void pl_discard(void *p, uint64_t bytes) { /* the first is for shared pages, the second for private ones */
+    if (madvise(p, bytes, MADV_REMOVE)) madvise(p, bytes, MADV_DONTNEED);
 }
-EXPORT void pl_unmap(void *p, uint64_t bytes) { munmap(p, bytes); }
-EXPORT void pl_discard(void *p, uint64_t bytes) { madvise(p, bytes, MADV_REMOVE); }
 
 /* `segment`: bytes of every rank's memory; `window`: from pl_window; both agreed on by all ranks.
  * `cores`: those of this rank, which only says how it waits. NULL: no memory, or numbers that cannot be. */
@@ -160,6 +164,7 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     e->rank = rank;
     e->n = n;
     e->segment = segment;
+    e->generation = atomic_load(&generation);
     for (int r = 0; r < n; r++) {
         e->base[r] = base[r];
         e->watch[r] = watch[r];
@@ -178,6 +183,20 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     return e;
 }
 
+/* ---- coming in and going out ---- */
+
+static int come_in(Engine *e, int latest) { /* whether a call may begin; then go_out follows */
+    if (forked(e)) return 0;
+    atomic_fetch_add(&e->inside, 1);
+    if (atomic_load(&e->state) <= latest) return 1;
+    atomic_fetch_sub(&e->inside, 1);
+    return 0;
+}
+
+static void go_out(Engine *e) { atomic_fetch_sub(&e->inside, 1); }
+
+static int refusal(const Engine *e) { return forked(e) ? FORKED : CLOSED; }
+
 static Lane *lane_of(Engine *e, const Op *op) { return op->kind >= SEND ? &e->pump : &e->coll; }
 
 /* Starts an operation that is described in full.
@@ -186,42 +205,53 @@ EXPORT int pl_start(Op *op) {
     int64_t now = now_ns();
     memset((uint8_t *)op + offsetof(Op, status), 0, sizeof *op - offsetof(Op, status));
     op->deadline = op->timeout_ns < 0 ? INT64_MAX : now + op->timeout_ns;
+    Engine *e = op->engine;
+    if (!come_in(e, OPEN)) return op->status = refusal(e);
     op->status = AGAIN;
     op->queued = 1;
-    Lane *l = lane_of(op->engine, op);
+    Lane *l = lane_of(e, op);
     pthread_mutex_lock(&l->mutex);
     submit(l, op, op->mode == 1);
     int status = op->mode == 0 ? await_op(l, op, now + op->patience_ns) : AGAIN;
     pthread_mutex_unlock(&l->mutex);
+    go_out(e);
     return status;
 }
 
 EXPORT int pl_wait(Op *op, int64_t patience_ns) {
-    Lane *l = lane_of(op->engine, op);
+    Engine *e = op->engine;
+    if (!come_in(e, CLOSING)) return op->done && !forked(e) ? op->status : refusal(e);
+    Lane *l = lane_of(e, op);
     pthread_mutex_lock(&l->mutex);
     int status = await_op(l, op, now_ns() + patience_ns);
     pthread_mutex_unlock(&l->mutex);
+    go_out(e);
     return status;
 }
 
 EXPORT int pl_test(Op *op) { /* 1 when the engine has nothing to do with it any more */
-    if (!op->queued) return 1;
-    Lane *l = lane_of(op->engine, op);
+    Engine *e = op->engine;
+    if (!op->queued || !come_in(e, CLOSING)) return 1;
+    Lane *l = lane_of(e, op);
     pthread_mutex_lock(&l->mutex);
     int done = op->done;
     pthread_mutex_unlock(&l->mutex);
+    go_out(e);
     return done;
 }
 
 EXPORT void pl_poke(Engine *e) { /* moves the oldest collective along, without waiting */
+    if (!come_in(e, OPEN)) return;
     Lane *l = &e->coll;
-    if (pthread_mutex_trylock(&l->mutex)) return;
-    while (l->first && !l->running) {
-        Op *op = l->first;
-        drive(l, 0, 0);
-        if (l->first == op) break;
+    if (!pthread_mutex_trylock(&l->mutex)) {
+        while (l->first && !l->running) {
+            Op *op = l->first;
+            drive(l, 0, 0);
+            if (l->first == op) break;
+        }
+        pthread_mutex_unlock(&l->mutex);
     }
-    pthread_mutex_unlock(&l->mutex);
+    go_out(e);
 }
 
 static void say(Engine *e, int status) {
@@ -234,13 +264,54 @@ static void say(Engine *e, int status) {
     }
 }
 
-EXPORT void pl_abort(Engine *e) { say(e, ABORTED); }
-EXPORT void pl_leave(Engine *e) { say(e, LEFT); }
+EXPORT void pl_abort(Engine *e) {
+    if (!come_in(e, CLOSING)) return;
+    say(e, ABORTED);
+    go_out(e);
+}
 
-/* The caller has seen every operation end. */
-EXPORT void pl_close(Engine *e) {
+static void pause_briefly(void) {
+    struct timespec moment = {0, 50000};
+    nanosleep(&moment, NULL);
+}
+
+static int end_what_is_left(Engine *e, Lane *l) { /* 1: there was something */
+    pthread_mutex_lock(&l->mutex);
+    int found = has_work(l);
+    if (found) say(e, ABORTED);
+    while (has_work(l)) {
+        int64_t until = now_ns() + 10000000;
+        struct timespec t = {until / 1000000000, until % 1000000000};
+        if (!l->running) drive(l, until, 0);
+        else pthread_cond_timedwait(&l->changed, &l->mutex, &t);
+    }
+    pthread_mutex_unlock(&l->mutex);
+    return found;
+}
+
+/* Leaves the group; whoever still waits in it is freed. 1: from now on nobody touches the memory. 0: somebody else
+ * closes it, or has closed it, or it is the parent's. */
+EXPORT int pl_close(Engine *e) {
+    int open = OPEN;
+    if (forked(e) || !atomic_compare_exchange_strong(&e->state, &open, CLOSING)) return 0;
+    for (int left = 1; left;) {
+        left = end_what_is_left(e, &e->coll) + end_what_is_left(e, &e->pump);
+        left += atomic_load(&e->inside); /* who came in before may be about to submit */
+        if (left) pause_briefly();
+    }
+    atomic_store(&e->state, SHUT);
+    while (atomic_load(&e->inside)) pause_briefly();
+    say(e, LEFT);
     lane_close(&e->coll);
     lane_close(&e->pump);
+    part(e);
+    atomic_store(&e->state, ENDED);
+    return 1;
+}
+
+/* Nobody can call with it any more; at most, another thread is about to end in pl_close. */
+EXPORT void pl_free(Engine *e) {
+    while (!forked(e) && atomic_load(&e->state) != OPEN && atomic_load(&e->state) != ENDED) pause_briefly();
     for (int r = 0; r < e->n; r++)
         for (Stash *s = e->stash[r], *next; s; s = next) {
             next = s->next;
@@ -251,8 +322,10 @@ EXPORT void pl_close(Engine *e) {
 
 /* How far rank r is: the operation it entered last, and its description. */
 EXPORT uint64_t pl_position(Engine *e, int r, Call *call) {
+    if (!come_in(e, CLOSING)) return 0;
     uint64_t seq = atomic_load(&control(e, r)->progress) >> 24;
     *call = control(e, r)->call[seq & 1];
+    go_out(e);
     return seq;
 }
 

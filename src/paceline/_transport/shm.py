@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import threading
@@ -28,6 +29,7 @@ from torch.distributed import Store
 from ..errors import (
     CollectiveTimeoutError,
     EngineUnavailableError,
+    ForkedError,
     GroupClosedError,
     MismatchError,
     OptionValueError,
@@ -125,18 +127,15 @@ class Segment:
         try:
             os.ftruncate(self.fd, self.bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-            self.address = map_segment(self.fd, self.bytes)
+            self.address = map_segment(self.fd, self.bytes, own=True)
         except BaseException:
             os.close(self.fd)
             raise
-        self.heap = Heap(start, self.bytes)
+        # From here on the descriptor is the mapping's, which closes it: see shm_life.h.
+        self.heap = Heap(start, self.bytes, functools.partial(_discard, self.address))
         ctypes.memmove(self.address + calls.pl_nonce_at(), nonce, NONCE_BYTES)
-        self._unmap = weakref.finalize(self, calls.pl_unmap, self.address, self.bytes)
+        self._unmap = weakref.finalize(self, calls.pl_unmap, self.address)
         self._unmap.atexit = False
-
-    def close_file(self) -> None:
-        """Close the descriptor; the mapping stays."""
-        os.close(self.fd)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A tensor in this segment, with arbitrary contents; None when there is no room."""
@@ -148,15 +147,8 @@ class Segment:
             return None
         memory = (ctypes.c_byte * size).from_address(self.address + start)
         memory.segment = self  # type: ignore[attr-defined]  # the mapping outlives its tensors
-        weakref.finalize(memory, self._free, start).atexit = False
+        weakref.finalize(memory, self.heap.give_back, start).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=numel)
-
-    def _free(self, start: int) -> None:
-        size = self.heap.give_back(start)
-        page = mmap.PAGESIZE
-        first, last = -(-start // page) * page, (start + size) // page * page
-        if last - first >= 1 << 20:  # back to the system; smaller ones are soon used again
-            _functions().pl_discard(self.address + first, last - first)
 
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else a rank could cut memory off under others
@@ -174,9 +166,17 @@ def check_segment(fd: int, size: int, owner: int) -> None:
         )
 
 
-def map_segment(fd: int, size: int) -> int:
+def _discard(address: int, start: int, size: int) -> None:
+    """Give pages back to the system; fewer than a megabyte are soon used again."""
+    page = mmap.PAGESIZE
+    first, last = -(-start // page) * page, (start + size) // page * page
+    if last - first >= 1 << 20:
+        _functions().pl_discard(address + first, last - first)
+
+
+def map_segment(fd: int, size: int, *, own: bool = False) -> int:
     """Map a segment and return its address."""
-    address = _functions().pl_map(fd, size)
+    address = _functions().pl_map(fd, size, own)
     if not address:
         raise EngineUnavailableError(
             "shm", f"{size} bytes of shared memory cannot be mapped (address space: ulimit -v)"
@@ -189,46 +189,90 @@ class _Resources:
 
     def __init__(self, segment: Segment, met: Neighbours) -> None:
         self.calls = _functions()
-        self.segment = segment
+        self.segment: Segment | None = segment
         self.met = met
         self.peers: dict[int, int] = {}
-        self.engine: int | None = None
+        self.engine: int | None = None  # None: closed, or not open yet
+        self.forked = False
         self.operations: dict[int, clib.Operation] = {}  # started and not seen to end
+        self._memory: int | None = None  # of the engine, until nobody can call with it
         _all_here.add(self)
 
-    def map_peers(self) -> None:
+    def open(self, rank: int, size: int, window: int) -> None:
+        segment = self.segment
+        assert segment is not None
+        self.map_peers(segment.bytes)
+        bases = [self.peers.get(r, segment.address) for r in range(size)]
+        watches = [self.met.watches.get(r, -1) for r in range(size)]
+        self.engine = self._memory = self.calls.pl_open(
+            rank,
+            size,
+            (ctypes.c_void_p * size)(*bases),
+            (ctypes.c_int * size)(*watches),
+            segment.bytes,
+            len(os.sched_getaffinity(0)),
+            window,
+        )
+        if not self.engine:
+            raise EngineUnavailableError("shm", "the engine has no memory for itself", rank)
+
+    def map_peers(self, size: int) -> None:
         at = self.calls.pl_nonce_at()
         for r, fd in list(self.met.segments.items()):
-            check_segment(fd, self.segment.bytes, r)
-            self.peers[r] = address = map_segment(fd, self.segment.bytes)
+            check_segment(fd, size, r)
+            self.peers[r] = address = map_segment(fd, size)
             if ctypes.string_at(address + at, NONCE_BYTES) != self.met.nonces[r]:
                 raise RendezvousError(f"the memory of rank {r} is not its own", "Retry.")
             os.close(self.met.segments.pop(r))  # the mapping stays
 
     def release(self, *, at_once: bool) -> None:
         engine, self.engine = self.engine, None
+        if engine is None and self._memory is not None:
+            return  # another thread closes it, or it is closed
         if engine is not None:
-            if at_once and self.operations:
-                self.calls.pl_abort(engine)
-            for address in self.operations:
-                while self.calls.pl_wait(address, PATIENCE_NS) == clib.AGAIN:
-                    pass
-            self.calls.pl_leave(engine)
-            self.calls.pl_close(engine)
+            try:
+                self._end_operations(engine, at_once)
+            finally:  # an interrupt, too, ends in an engine that is closed
+                closed = self.calls.pl_close(engine)
+            if not closed:
+                return
         self.operations.clear()
         for address in self.peers.values():
-            self.calls.pl_unmap(address, self.segment.bytes)
+            self.calls.pl_unmap(address)
         self.peers.clear()
         self.met.close()
+        self.segment = None  # tensors that outlive the group hold it
+
+    def _end_operations(self, engine: int, at_once: bool) -> None:
+        under_way = list(self.operations)
+        if at_once and under_way:
+            self.calls.pl_abort(engine)
+        for address in under_way:
+            while self.calls.pl_wait(address, PATIENCE_NS) == clib.AGAIN:
+                pass
+
+    def free(self) -> None:
+        """Give everything back, the engine's own memory too: no thread can call with it now."""
+        self.release(at_once=True)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self.calls.pl_free(memory)
+
+    def disown(self) -> None:
+        """In a forked child: all this is the parent's. The memory is taken care of in C."""
+        self.engine, self.forked = None, True
+        self.operations.clear()
+        self.peers.clear()
+        self.met.close()  # or they would keep the parent alive in the eyes of its peers
 
 
-# A forked child has this rank's memory but is not this rank: its copies are dead from the start.
 _all_here: weakref.WeakSet[_Resources] = weakref.WeakSet()
 
 
 def _bury_copies() -> None:
+    """A forked child has this rank's memory but is not this rank: its copies are dead."""
     for resources in _all_here:
-        resources.engine = None
+        resources.disown()
 
 
 os.register_at_fork(after_in_child=_bury_copies)
@@ -240,28 +284,17 @@ class Shm:
     def __init__(
         self, rank: int, size: int, segment: Segment, met: Neighbours, window: int
     ) -> None:
-        self._calls = calls = _functions()
+        self._calls = _functions()
         self.rank, self.size = rank, size
         self._lock = threading.Lock()
         self._spare: list[clib.Operation] = []
         self._resources = resources = _Resources(segment, met)
-        # An engine that is dropped, or alive at exit, must not leave the others waiting.
-        self._finalizer = weakref.finalize(self, resources.release, at_once=True)
-        resources.map_peers()
-        bases = [resources.peers.get(r, segment.address) for r in range(size)]
-        watches = [met.watches.get(r, -1) for r in range(size)]
-        resources.engine = calls.pl_open(
-            rank,
-            size,
-            (ctypes.c_void_p * size)(*bases),
-            (ctypes.c_int * size)(*watches),
-            segment.bytes,
-            len(os.sched_getaffinity(0)),
-            window,
-        )
-        if not resources.engine:
-            raise EngineUnavailableError("shm", "the engine has no memory for itself", rank)
-        self._start, self._wait = calls.pl_start, calls.pl_wait
+        # An engine that is dropped, or alive at exit, must not leave the others waiting. Only when
+        # it is dropped can no thread be about to call with it.
+        weakref.finalize(self, resources.free).atexit = False
+        self._at_exit = weakref.finalize(self, resources.release, at_once=True)
+        resources.open(rank, size, window)
+        self._start, self._wait = self._calls.pl_start, self._calls.pl_wait
 
     @classmethod
     def open(
@@ -285,16 +318,12 @@ class Shm:
                 segments.append(Segment(size, agreed.heap, meeting.nonce))
                 return segments[0].fd
 
-            try:
-                hosts = meeting.reach(memory)
-                if len(hosts) > 1:
-                    away = ", ".join(str(r) for part in hosts if rank not in part for r in part)
-                    reason = f"rank {away} is not on this host"
-                    raise EngineUnavailableError("shm", reason, rank)
-                return meeting.conclude(lambda met: cls._join(rank, size, segments[0], met, step))
-            finally:
-                for segment in segments:
-                    segment.close_file()
+            hosts = meeting.reach(memory)
+            if len(hosts) > 1:
+                away = ", ".join(str(r) for part in hosts if rank not in part for r in part)
+                reason = f"rank {away} is not on this host"
+                raise EngineUnavailableError("shm", reason, rank)
+            return meeting.conclude(lambda met: cls._join(rank, size, segments[0], met, step))
 
     @classmethod
     def _join(cls, rank: int, size: int, segment: Segment, met: Neighbours, window: int) -> Shm:
@@ -375,7 +404,10 @@ class Shm:
         with self._lock:
             self._forget_finished()
             self._resources.operations[address] = operation
-        self._start(address)
+        if (status := self._start(address)) != clib.AGAIN:  # it came too late
+            with self._lock:
+                self._resources.operations.pop(address, None)
+            raise self._error(operation, status)
 
     def _forget_finished(self) -> None:
         """Let go of operations that nobody waited for (the lock is held)."""
@@ -393,7 +425,6 @@ class Shm:
         left = None if seconds is None else int(seconds * 1e9)
         while True:
             patience = PATIENCE_NS if left is None else min(PATIENCE_NS, left)
-            self._alive(operation.kind)
             status = self._wait(addressof(operation), patience)
             if status != clib.AGAIN:
                 break
@@ -415,8 +446,9 @@ class Shm:
 
     def poke(self) -> None:
         """Move the oldest collective along as far as it goes without waiting."""
-        if self._resources.engine is not None:
-            self._calls.pl_poke(self._resources.engine)
+        engine = self._resources.engine
+        if engine is not None:
+            self._calls.pl_poke(engine)
 
     def _finish(self, operation: clib.Operation, status: int) -> None:
         """Stay with an operation that was started here until it ends."""
@@ -436,8 +468,12 @@ class Shm:
     def _alive(self, kind: int) -> int:
         engine = self._resources.engine
         if engine is None:
-            raise GroupClosedError(self.rank, clib.KINDS[kind], 0, (self.rank,))
+            raise self._gone(clib.KINDS[kind], 0)
         return engine
+
+    def _gone(self, operation: str, sequence: int) -> GroupClosedError:
+        error = ForkedError if self._resources.forked else GroupClosedError
+        return error(self.rank, operation, sequence, (self.rank,))
 
     # -- what went wrong ----------------------------------------------------------------------
 
@@ -459,7 +495,9 @@ class Shm:
                 reporter=operation.reporter,
                 behind=behind,
             )
-        return GroupClosedError(self.rank, name, sequence, (self.rank,), aborted=True)
+        if status == clib.ABORTED and self._resources.engine is not None:
+            return GroupClosedError(self.rank, name, sequence, (self.rank,), aborted=True)
+        return self._gone(name, sequence)
 
     def _mismatch(self, operation: clib.Operation) -> MismatchError:
         def tell(call: clib.CallRecord, size: int) -> str:
@@ -487,8 +525,10 @@ class Shm:
         )
 
     def _position(self, rank: int) -> str:
-        call = clib.CallRecord()
-        sequence = self._calls.pl_position(self._resources.engine, rank, ctypes.byref(call))
+        call, engine = clib.CallRecord(), self._resources.engine
+        if engine is None:
+            return f"rank {rank}"
+        sequence = self._calls.pl_position(engine, rank, ctypes.byref(call))
         if sequence == 0:
             return f"rank {rank} has not called anything yet"
         return f"rank {rank} in operation {sequence} ({clib.KINDS[call.kind]})"
@@ -497,9 +537,12 @@ class Shm:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor that every rank of the group can reduce where it lies; contents arbitrary."""
-        tensor = self._resources.segment.allocate(numel, dtype)
+        segment = self._resources.segment
+        if segment is None or self._resources.engine is None:
+            raise self._gone("allocate", 0)
+        tensor = segment.allocate(numel, dtype)
         if tensor is None:
-            used = self._resources.segment.heap.used
+            used = segment.heap.used
             raise MemoryError(
                 f"rank {self.rank}: no room for {numel} x {dtype} in shared memory "
                 f"({used} bytes are in use); free tensors that allocate() returned"
@@ -512,14 +555,17 @@ class Shm:
 
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group; safe from any thread."""
-        if self._resources.engine is not None:
-            self._calls.pl_abort(self._resources.engine)
+        engine = self._resources.engine
+        if engine is not None:
+            self._calls.pl_abort(engine)
 
     def close(self) -> None:
-        """Leave the group: wait for what this rank started, then give everything back."""
-        with self._lock:
-            self._resources.release(at_once=False)
-        self._finalizer.detach()
+        """Leave the group: wait for what this rank started, then give everything back.
+
+        A thread that is in :meth:`run` meanwhile is freed with a GroupClosedError.
+        """
+        self._resources.release(at_once=False)
+        self._at_exit.detach()
 
 
 def pointer_table(pointers: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

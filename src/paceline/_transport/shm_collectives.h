@@ -2,7 +2,7 @@
 #ifndef PACELINE_SHM_COLLECTIVES_H
 #define PACELINE_SHM_COLLECTIVES_H
 
-#include "shm_core.h"
+#include "shm_life.h"
 
 /* ---- payloads ---- */
 
@@ -417,6 +417,8 @@ static int64_t coll_turn(Lane *l, int64_t until, int spin) {
         if (status == AGAIN) return AGAIN;
         if (status != DONE) break;
     }
+    if (status < 0 && status != MISMATCH && op->started && op->kind == ALL_REDUCE && op->in == op->out)
+        if (offset_in_segment(l->engine, op->in, own_bytes(op))) set_apart(l->engine, op->in, own_bytes(op));
     finish(l, op, status);
     return DONE;
 }

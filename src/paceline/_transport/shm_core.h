@@ -25,7 +25,7 @@
 #define SLOT ((size_t)128 << 10) /* a payload up to this travels with the call itself */
 #define WINDOW ((size_t)1 << 20)
 #define RING ((size_t)256 << 10)
-#define PAGE ((size_t)4096)
+#define PAGE ((size_t)65536) /* as large as pages are anywhere; what is mapped apart must not share one */
 #define EXPORT __attribute__((visibility("default")))
 
 /* The numbers of the enums below are part of the interface with shm.py. */
@@ -33,7 +33,8 @@ enum { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_
 enum {
     DONE = 0, AGAIN = 1,
     TIMED_OUT = -1, PEER_DIED = -2, PEER_LEFT = -3, PEER_ABORTED = -4, ABORTED = -5, MISMATCH = -6,
-    LEFT = -7 /* only ever written down, never returned: this rank went home in peace */
+    LEFT = -7, /* only ever written down, never returned: this rank went home in peace */
+    CLOSED = -8, FORKED = -9 /* only ever returned: the engine was closed here, or belongs to the parent */
 };
 
 typedef struct {
@@ -144,7 +145,12 @@ typedef struct Engine {
     uint64_t sent[MAX_RANKS], refused_seen[MAX_RANKS];
     Op *sending, *receiving; /* the pump's own, touched by the running thread only */
     uint64_t settled;
+    uint32_t generation;    /* of the process it was opened in; see shm_life.h */
+    _Atomic int inside;     /* threads that are in a call, with this memory under them */
+    _Atomic int state;
 } Engine;
+
+enum { OPEN, CLOSING /* nothing new begins */, SHUT /* nobody comes in */, ENDED };
 
 /* ---- the map of a segment ---- */
 

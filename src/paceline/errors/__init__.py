@@ -25,6 +25,7 @@
     │       ├── CollectiveTimeoutError a rank did not come in time              (TimeoutError)
     │       │   └── MonitoredBarrierError  …to a monitored barrier
     │       └── GroupClosedError       this rank shut the group down, or aborted it
+    │           └── ForkedError        a forked child used a group of its parent
     ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
     ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
     ├── ModuleArgumentError        a bad argument of DistributedDataParallel    (ValueError)
@@ -106,6 +107,7 @@ from .groups import (
     CollectiveTypeError,
     DisagreementError,
     EngineUnavailableError,
+    ForkedError,
     GroupClosedError,
     GroupError,
     MismatchError,
@@ -166,6 +168,7 @@ __all__ = [
     "EarlyTerminationError",
     "EngineUnavailableError",
     "ExplainedError",
+    "ForkedError",
     "GraphChangedError",
     "GroupClosedError",
     "GroupError",

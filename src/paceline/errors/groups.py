@@ -316,6 +316,17 @@ class GroupClosedError(GroupError):
         return f"{self._here()} failed: this group was {did} on this rank. Make a new group."
 
 
+class ForkedError(GroupClosedError):
+    """A forked child used a group of its parent."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self._here()} failed: this process was forked from rank {self.rank} and is no rank "
+            "of the group; the ranks did not notice. Do it in the parent, "
+            "or make a group of its own in the child with new_group."
+        )
+
+
 @dataclass(eq=False)
 class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
     """``Work.wait(timeout)`` gave up; the work itself goes on and can be waited for again."""

@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
 
-from ..errors import CollectiveArgumentError, GroupClosedError
+from ..errors import CollectiveArgumentError, ForkedError, GroupClosedError
 from ..recorder import events
 from ..recorder.events import now
 from .checks import Checker
@@ -53,6 +53,7 @@ _OPTIONS = frozenset(
     }
 )
 _LISTS = (list, tuple)
+FORKED = "forked"  # why a group is closed in a child of the process that opened it
 
 
 @dataclass(frozen=True)
@@ -587,6 +588,8 @@ class Collectives(ProcessGroup):
             )
 
     def _alive(self, operation: str) -> None:
+        if self._closed == FORKED:
+            raise ForkedError(self._rank, operation, 0, (self._rank,))
         if self._closed:
             raise GroupClosedError(
                 self._rank, operation, 0, (self._rank,), aborted=self._closed == "aborted"

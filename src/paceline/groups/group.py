@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,11 +31,15 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from .._transport import Clock
-from ..errors import CollectiveArgumentError, MonitoredBarrierError, UnsupportedError
+from ..errors import (
+    CollectiveArgumentError,
+    MonitoredBarrierError,
+    UnsupportedError,
+)
 from ..recorder import events
 from . import objects, torch_world
 from .checks import Checker
-from .collectives import Collectives, Hooks, Timeout
+from .collectives import FORKED, Collectives, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
 from .foreign_backend import ForeignEngine
 from .launcher import going_on, tell_left
@@ -75,6 +80,7 @@ class Group(Collectives):
         if isinstance(engine, TorchEngine):
             engine.lend_to(self)
         self._open_board(wrapped)
+        _all_here.add(self)
 
     def _open_board(self, wrapped: ProcessGroup | None = None) -> None:
         """Let calls be recorded; all wrappers of one torch group write to the same board."""
@@ -348,6 +354,8 @@ class Group(Collectives):
         if not new or len(set(new)) != len(new) or not all(0 <= r < self._size for r in new):
             expected = f"different ranks below {self._size}"
             raise CollectiveArgumentError(self._rank, "reconfigure", "members", expected, str(new))
+        if self._closed == FORKED:
+            self._alive("reconfigure")
         self._engine.abort()
         self._engine.shutdown()
         if self._rank not in new:
@@ -418,11 +426,19 @@ class Group(Collectives):
 
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group, at once; it is over then."""
+        if self._closed == FORKED:
+            return
         self._closed = self._closed or "aborted"
         self._engine.abort()
 
     def shutdown(self) -> None:
-        """Finish what was started here, leave the group and give everything back."""
+        """Finish what was started here, leave the group and give everything back.
+
+        On shm, a thread that is in a collective meanwhile is freed with a GroupClosedError. In a
+        forked child nothing happens: the group is the parent's.
+        """
+        if self._closed == FORKED:
+            return
         with self._lock:
             if self._closed == "shut down":
                 return
@@ -450,7 +466,14 @@ class Group(Collectives):
             self.abort()
         self.shutdown()
 
+    def disown(self) -> None:
+        """In a forked child: this process is no rank of the group, and must not act as one."""
+        if self.backend != "fake":
+            self._closed = FORKED
+
     def _need_store(self, what: str) -> Store:
+        if self._closed == FORKED:
+            self._alive(what)
         if self._store is None:
             remedy = "Make the group with new_group(..., store=...)."
             raise UnsupportedError(self.backend, f"{what} without a store", remedy, self._rank)
@@ -513,6 +536,17 @@ class Group(Collectives):
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
+
+
+_all_here: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for group in _all_here:
+        group.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
