@@ -294,6 +294,7 @@ def _signal(leaders: Collection[int], number: signal.Signals) -> None:
     for pid in leaders:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
+            os.killpg(pid, signal.SIGCONT)  # a stopped one would not notice
 
 
 def members_of(sessions: Collection[int]) -> Iterator[int]:

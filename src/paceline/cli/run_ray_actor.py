@@ -116,10 +116,11 @@ class RankProcess:
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signal.SIGCONT)  # a stopped one would not notice
 
     def _read_survivor(self) -> dict[str, Any] | None:
         for path in self._notes.glob("survivor-*.json"):
-            with suppress(FileNotFoundError):  # taken back meanwhile
+            with suppress(OSError, ValueError):  # such as taken back meanwhile
                 return dict(json.loads(path.read_text()))
         return None
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import importlib.machinery
 import importlib.util
 import io
@@ -180,7 +181,8 @@ def _fail(error: BaseException) -> NoReturn:
     # As Python does before it prints: who asks at exit how the program ended finds it there.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there
+        sys.stdout.flush()
     sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -215,6 +217,11 @@ def _report(kind: str, message: str, text: str, place: str, consequence: bool) -
     folder = _notes()
     if folder is None:
         return
+    message, text = (
+        # Names of files may hold bytes that are no letters; a JSON reader does not take them.
+        words.encode("utf-8", "backslashreplace").decode()
+        for words in (message, text)
+    )
     note = {
         "rank": int(os.environ["RANK"]),
         "when": time.monotonic(),
@@ -225,10 +232,19 @@ def _report(kind: str, message: str, text: str, place: str, consequence: bool) -
         "consequence": consequence,
     }
     path = folder / f"rank-{note['rank']}.json"
+    try:
+        _write(path, note)
+    except OSError as error:  # the launcher may be gone
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            with contextlib.suppress(OSError):
+                os.close(0)  # the script is over and reads no more: there is a descriptor for this
+                _write(path, note)
+
+
+def _write(path: Path, note: object) -> None:
     draft = path.with_suffix(".part")
-    with contextlib.suppress(OSError):  # the launcher may be gone
-        draft.write_text(json.dumps(note))
-        draft.replace(path)
+    draft.write_text(json.dumps(note))
+    draft.replace(path)
 
 
 def _is_first() -> bool:
@@ -238,8 +254,10 @@ def _is_first() -> bool:
         return True
     try:
         os.close(os.open(folder / "first", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except OSError:
+    except FileExistsError:
         return False
+    except OSError:  # the folder is gone: better twice than not at all
+        return True
     return True
 
 

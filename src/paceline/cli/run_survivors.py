@@ -35,7 +35,7 @@ def read_survivors(folder: Path) -> dict[int, Survivor]:
     """The notes that ranks have left in ``folder``."""
     found = {}
     for path in folder.glob("survivor-*.json"):
-        with suppress(FileNotFoundError):  # taken back meanwhile
+        with suppress(OSError, msgspec.DecodeError):  # such as taken back meanwhile
             note = msgspec.json.decode(path.read_bytes(), type=Survivor)
             found[note.rank] = note
     return found

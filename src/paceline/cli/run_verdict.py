@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +50,9 @@ def read_reports(folder: Path) -> dict[int, Report]:
     """The notes that ranks have left in ``folder``."""
     reports = {}
     for path in folder.glob("rank-*.json"):
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
-        reports[report.rank] = report
+        with suppress(OSError, msgspec.DecodeError):  # the script may have been at the folder
+            report = msgspec.json.decode(path.read_bytes(), type=Report)
+            reports[report.rank] = report
     return reports
 
 
