@@ -90,6 +90,26 @@ def test_output_that_cannot_be_written_is_told_once_and_stops_no_rank(
     assert capsys.readouterr().err == said
 
 
+def test_in_a_file_a_line_whose_writer_stalls_is_there_once(tmp_path, monkeypatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr("paceline.cli.run_lines.IDLE", 0.0)
+    reader, pipes = Reader(), [tmp_path / "0", tmp_path / "1"]
+    for rank, pipe in enumerate(pipes):
+        os.mkfifo(pipe)
+        reader.add(str(pipe), rank, number=1)
+    with pipes[0].open("w") as slow, pipes[1].open("w") as other:
+        print("half", end="", file=slow, flush=True)
+        for turn in range(3):  # each is shown once the reader has looked at both
+            print("turn", turn, file=other, flush=True)
+            while f"turn {turn}" not in shown.getvalue():
+                pass
+        print(" a line", file=slow, flush=True)
+    reader.close()
+    said = shown.getvalue().splitlines()
+    assert sorted(said) == ["[0] half a line", *(f"[1] turn {turn}" for turn in range(3))]
+
+
 def test_on_a_terminal_each_rank_has_a_colour(monkeypatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")

@@ -41,6 +41,11 @@ class Screen:
     clock: Callable[[], float] = time.monotonic
     _shown: dict[int, float] = field(default_factory=dict)  # when a rank's bar last became a line
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether what is shown can be taken back; elsewhere half a line would be there twice."""
+        return self.stream.isatty()
+
     def show(self, rank: int, piece: Piece) -> None:
         """Show a piece; the bar of another rank moves below it."""
         text = f"{self._mark(rank)} {piece.text}"
@@ -50,7 +55,7 @@ class Screen:
         if piece.over:
             self._shown.pop(rank, None)
             self._write(f"{wipe}{text}\n{self.bar.text}")
-        elif self.stream.isatty():
+        elif self.overwrites:
             self.bar.rank, self.bar.text = rank, text
             self._write(wipe + text)
         elif self._bar_is_due(rank):
@@ -132,7 +137,8 @@ class Reader:
                 else:
                     self._take(key)
             for key in self._sources():
-                self._emit(key, key.data.lines.idle(time.monotonic()))
+                if key.data.screen.overwrites:
+                    self._emit(key, key.data.lines.idle(time.monotonic()))
         self._drain()
 
     def _drain(self) -> None:
