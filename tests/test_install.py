@@ -199,3 +199,15 @@ def test_hooks_and_optimizers_that_were_imported_before_are_replaced() -> None:
         assert torch.distributed.optim.ZeroRedundancyOptimizer is not before
         assert default_hooks.allreduce_hook is paceline.hooks.allreduce_hook
     assert torch.distributed.optim.ZeroRedundancyOptimizer is before
+
+
+def test_torchs_replicate_is_replaced_wherever_it_stands() -> None:
+    import torch.distributed._composable as package
+    from torch.distributed._composable.replicate import replicate as before
+
+    home = sys.modules["torch.distributed._composable.replicate"]
+    assert before is not paceline.replicate
+    with paceline.install():
+        assert package.replicate is home.replicate is paceline.replicate
+        assert home.DDP is paceline_ddp.Replicated
+    assert package.replicate is home.replicate is before

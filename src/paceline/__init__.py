@@ -40,7 +40,7 @@ def _is_command_line() -> bool:
 
 if not _is_command_line():
     from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim, recorder
-    from .ddp import DistributedDataParallel, SyncBatchNorm, parallelize, replica_of
+    from .ddp import DistributedDataParallel, SyncBatchNorm, replicate
     from .groups import (
         Group,
         ProcessGroup,
@@ -83,11 +83,10 @@ __all__ = [
     "metrics",
     "new_group",
     "optim",
-    "parallelize",
     "process_group",
     "recorder",
     "register_backend",
-    "replica_of",
+    "replicate",
     "uninstall",
 ]
 

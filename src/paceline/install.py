@@ -13,7 +13,15 @@ from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any
 
 from . import hooks, join, optim, policies
-from .ddp import DistributedDataParallel, _MixedPrecision, dump_environment, set_strict
+from .ddp import (
+    DistributedDataParallel,
+    Replicated,
+    ReplicateState,
+    _MixedPrecision,
+    dump_environment,
+    replicate,
+    set_strict,
+)
 
 _ALGORITHMS = "torch.distributed.algorithms"
 _HOOKS = f"{_ALGORITHMS}.ddp_comm_hooks"
@@ -32,6 +40,11 @@ _REPLACED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "_MixedPrecision": _MixedPrecision,
             "_dump_DDP_relevant_env_vars": dump_environment,
             "_BucketCapacityConfig": policies.BucketCaps,  # since 2.13
+        },
+        "torch.distributed._composable.replicate": {
+            "replicate": replicate,
+            "DDP": Replicated,
+            "_ReplicateState": ReplicateState,
         },
         f"{_ALGORITHMS}.join": _of(join, "Join", "Joinable", "JoinHook"),
         _HOOKS: _of(hooks, "DDPCommHookType", "register_ddp_comm_hook"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from paceline import DistributedDataParallel as DDP
-from paceline import parallelize
+from paceline import replicate
 from paceline.errors import (
     GroupError,
     ModelMismatchError,
@@ -91,7 +91,7 @@ def test_after_one_rank_raised_in_forward_all_go_on(
 
 def test_the_wrapper_free_form_tells_the_others_too() -> None:
     def one_rank(group: Group) -> Outcome:
-        return train(parallelize(Fallible(), group), group.rank(), 1, 2)
+        return train(replicate(Fallible(), process_group=group), group.rank(), 1, 2)
 
     check_outcomes(run_ranks(2, one_rank, deadline=10), 1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline import replicate
 from paceline.errors import PeerError
 from paceline.groups import Group
 from paceline.optim import ZeroRedundancyOptimizer
@@ -163,6 +164,20 @@ def evaluate(ddp: DDP) -> None:
 def validate(ddp: DDP) -> None:
     with torch.no_grad():
         ddp(batch(0, 0), False)
+
+
+@pytest.mark.parametrize("act", [save, evaluate, validate])
+def test_a_replicated_module_hears_of_it_too(act: Any) -> None:
+    def one_rank(group: Group) -> None:
+        model = replicate(Unlucky(), process_group=group)
+        replicate.state(model).wrapper._replica.read_late()
+        train(model, group.rank())
+        if group.rank() == 0:
+            with pytest.raises(PeerError, match="in the last pass"):
+                act(model)
+        act(model)
+
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("act", [save, save_module, evaluate, validate])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline import parallelize
+from paceline import replicate
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.toys import Grads, assert_same, count_calls, data, fill, grads
@@ -158,11 +158,11 @@ def wrapped(model: nn.Module, group: Group) -> Any:
     return DDP(model, process_group=group)
 
 
-def parallelized(model: nn.Module, group: Group) -> Any:
-    return parallelize(model, group)
+def replicated(model: nn.Module, group: Group) -> Any:
+    return replicate(model, process_group=group)
 
 
-@pytest.mark.parametrize("form", [wrapped, parallelized])
+@pytest.mark.parametrize("form", [wrapped, replicated])
 def test_a_backward_that_no_forward_came_before_calls_no_collective(form: Any) -> None:
     def one_rank(group: Group) -> Grads:
         model = Halves()

@@ -327,5 +327,11 @@ def _whole_steps() -> Generator[None, None, None]:
         yield
 
 
+def in_compiled_autograd() -> bool:
+    """Whether a backward pass that Dynamo compiled as a whole runs now: no callback follows it."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
 def _stop(*inputs: Any) -> Any:
     raise Traced

@@ -22,6 +22,7 @@ from torch.library import Library, register_fake
 from .._reducer import Handed, Pass
 from ..ddp import DistributedDataParallel, Replica, wrapper_numbered
 from ..errors import ModuleStateError
+from .torch_private import in_compiled_autograd
 
 library = Library("paceline", "FRAGMENT")
 _wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()
@@ -125,7 +126,7 @@ class Wire:
         """
         if self.replica._averages_now():
             self._complete = self.handed.reducer.latest
-            if torch._C._current_graph_task_id() == -1:
+            if torch._C._current_graph_task_id() == -1 or in_compiled_autograd():
                 self._end_pass()
         else:
             gathered, self._gathered = self._gathered, {}

@@ -4,22 +4,24 @@ from .buffers import _BufferCommHookLocation
 from .in_graph import forward_in_graph, wrapper_numbered
 from .logging_data import dump_environment
 from .mixed_precision import _MixedPrecision
-from .parallelize import parallelize, replica_of
 from .replica import Replica
+from .replicate import Replicate, Replicated, ReplicateState, replicate
 from .sync_batchnorm import SyncBatchNorm
 from .wrapper import DistributedDataParallel, is_strict, set_strict
 
 __all__ = [
     "DistributedDataParallel",
     "Replica",
+    "Replicate",
+    "ReplicateState",
+    "Replicated",
     "SyncBatchNorm",
     "_BufferCommHookLocation",
     "_MixedPrecision",
     "dump_environment",
     "forward_in_graph",
     "is_strict",
-    "parallelize",
-    "replica_of",
+    "replicate",
     "set_strict",
     "wrapper_numbered",
 ]

@@ -27,10 +27,11 @@ def watch(replica: Replica) -> None:
     """Have the module's state dicts, and the end of its group, ask the replica first."""
     if not replica.reducer.reads_late:
         return
-    if replica.module not in _replicas:
-        replica.module.register_state_dict_pre_hook(ask_first)
+    module = getattr(replica.module, "stands_for", replica.module)  # of one that is replicated
+    if module not in _replicas:
+        module.register_state_dict_pre_hook(ask_first)
     held = weakref.ref(replica)
-    _replicas[replica.module] = held
+    _replicas[module] = held
 
     def ask() -> None:
         living = held()

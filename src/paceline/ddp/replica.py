@@ -1,7 +1,7 @@
 """Replica: one rank's copy of a model, kept in step with the others'.
 
-The wrapper (``wrapper.py``) and the wrapper-free form (``parallelize.py``) both put one around the
-forward of a model: :meth:`Replica.before_forward`, :meth:`Replica.after_forward`, and
+The wrapper (``wrapper.py``), which a replicated module has too (``replicate.py``), puts one around
+the forward of a model: :meth:`Replica.before_forward`, :meth:`Replica.after_forward`, and
 :meth:`Replica.forward_failed` when there is no after.
 """
 
@@ -95,7 +95,6 @@ class Replica:
         self._left_out = False  # the last forward ran inside no_sync
         self.companions: list[Reducer] = []  # whose passes end with those of the reducer
         self.told_of: BaseException | None = None  # a failure that the other ranks know of
-        self.handled: BaseException | None = None  # around a forward: what is being handled there
         self.in_join: Callable[[], bool] = lambda: False
         self.layers: Group | None = None  # what SyncBatchNorm layers have for themselves
         self.before_failing: Callable[[], None] = self.leave_layers  # frees who waits there

@@ -32,6 +32,7 @@
     │   ├── ModuleStateError       …a module that it cannot wrap                (RuntimeError)
     │   └── ModuleTypeError        …of a wrong type                             (TypeError)
     ├── ModelMismatchError         ranks have different models                  (RuntimeError)
+    ├── ReplicatedTwiceError       a module is replicated already               (AssertionError)
     ├── PeerError                  another rank failed and said why             (RuntimeError)
     ├── CommHookError              a communication hook returned nonsense       (RuntimeError)
     ├── UnfinishedReductionError   a pass left parameters out (strict)          (RuntimeError)
@@ -94,6 +95,7 @@ from .ddp import (
     ModuleStateError,
     ModuleTypeError,
     PeerError,
+    ReplicatedTwiceError,
     ShardingError,
     ThawedParameterError,
     UnfinishedReductionError,
@@ -208,6 +210,7 @@ __all__ = [
     "RanksFailedError",
     "RecorderArgumentError",
     "RendezvousError",
+    "ReplicatedTwiceError",
     "RoundsMismatchError",
     "RoundsStateError",
     "RunMissingError",

@@ -28,6 +28,20 @@ class ModuleTypeError(ModuleArgumentError, TypeError):
 
 
 @dataclass(eq=False)
+class ReplicatedTwiceError(PacelineError, AssertionError, ValueError):
+    """``replicate`` was called on a module that is replicated already."""
+
+    module: str  # its class
+
+    def __str__(self) -> str:
+        return (
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"replicate has already been applied to this {self.module}; it stays replicated as it "
+            "is. Other ranks that were told the same raise this too."
+        )
+
+
+@dataclass(eq=False)
 class ModelMismatchError(PacelineError, RuntimeError):
     """The ranks of a group have different models."""
 
