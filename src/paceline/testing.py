@@ -571,6 +571,10 @@ def _one_thread() -> Iterator[None]:
 
 def _preloaded() -> list[str]:
     here = [name for name in _PRELOADED_IF_HERE if name in sys.modules]
+    if (
+        torch.cuda.is_available()
+    ):  # torch's compiler looks for GPUs, and forked ranks have none then
+        return [*_PRELOADED, *(name for name in here if not name.startswith("torch."))]
     return [*_PRELOADED, *here, *([_WITH_DYNAMO] if _DYNAMO in here else [])]
 
 
