@@ -463,6 +463,33 @@ def test_ranks_that_all_say_they_are_the_first_are_refused_before_anything_is_av
     run_ranks(2, one_rank)
 
 
+class Idle(Minimal):
+    """Adds up nothing, as groups do that only stand for one, or have met a fault."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        return TimedWork(tensors, self)
+
+
+class Dividing(Minimal):
+    """Gives the mean where a sum is asked for, as managed groups do."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        work = super().allreduce(tensors, options)
+        for tensor in tensors:
+            tensor.div_(self.size())
+        return work
+
+
+@pytest.mark.parametrize("kind", [Idle, Dividing])
+def test_a_group_may_divide_or_add_up_nothing(kind: type[Minimal]) -> None:
+    def one_rank(carrier: Group) -> float:
+        tensor = torch.ones(1)
+        Group.wrap(kind(carrier)).all_reduce(tensor)
+        return tensor.item()
+
+    assert run_ranks(2, one_rank) == [1.0, 1.0]
+
+
 def test_what_cannot_be_put_together_names_the_method_that_is_missing() -> None:
     def one_rank(carrier: Group) -> None:
         group = Group.wrap(Minimal(carrier))
