@@ -1,17 +1,26 @@
 """The side channel: who is answered, who is not, and what becomes of those who never speak."""
 
+import contextlib
 import dataclasses
+import errno
+import itertools
 import os
 import resource
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
 
 from paceline.recorder import channel
-from paceline.recorder.channel import Address, Listener, ask, tell
+from paceline.recorder import listener as listening
+from paceline.recorder.channel import Address, ask, tell
+from paceline.recorder.listener import Listener
 
 
 class Office:
@@ -24,7 +33,7 @@ class Office:
 
     def _answer(self, question: bytes) -> bytes:
         self.asked.append(question)
-        return b"answer to " + question
+        return b"answer to " + question * (500 if question == b"all" * 300 else 1)
 
     @property
     def address(self) -> Address:
@@ -67,8 +76,7 @@ def test_a_process_with_many_open_files_answers_too() -> None:
 
 
 def test_a_long_answer_comes_whole(office: Office) -> None:
-    question = os.urandom(300_000)
-    assert ask(office.address, question) == b"answer to " + question
+    assert ask(office.address, b"all" * 300) == b"answer to " + b"all" * 300 * 500
 
 
 def test_whoever_lacks_the_key_is_not_heard(office: Office) -> None:
@@ -91,8 +99,6 @@ def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
         talk.sendall(b"p" * 32 + struct.pack("!I", 4) + b"lies")
         talk.close()
 
-    import threading
-
     thread = threading.Thread(target=answer)
     thread.start()
     address = msgspec.structs.replace(office.address, port=impostor.getsockname()[1])
@@ -105,7 +111,7 @@ def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
 def test_a_message_that_claims_to_be_huge_is_refused(office: Office) -> None:
     with socket.create_connection((office.listener.host, office.listener.port)) as talk:
         talk.recv(16)
-        talk.sendall(b"n" * 16 + b"p" * 32 + struct.pack("!I", channel.MOST + 1))
+        talk.sendall(b"n" * 16 + b"p" * 32 + struct.pack("!I", channel.QUESTION + 1))
         assert talk.recv(1) == b"", "it hangs up"
     assert ask(office.address, b"fine?")
 
@@ -117,6 +123,105 @@ def test_those_who_never_speak_keep_nobody_else_waiting(office: Office) -> None:
     assert ask(office.address, b"busy?") == b"answer to busy?"
     for talk in silent:
         talk.close()
+
+
+def strangers(office: Office, count: int) -> list[socket.socket]:
+    """So many connections, each of which has said a byte and says no more."""
+    found = []
+    for _ in range(count):
+        talk = socket.create_connection((office.listener.host, office.listener.port))
+        talk.sendall(b"n")
+        found.append(talk)
+    return found
+
+
+def test_many_slow_strangers_do_not_silence_it(office: Office) -> None:
+    slow = strangers(office, 3 * listening.AT_ONCE)
+    assert ask(office.address, b"still there?") == b"answer to still there?"
+    for talk in slow:
+        talk.close()
+
+
+def test_when_there_are_too_many_strangers_the_oldest_goes_first(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "CALLERS", 4)
+    monkeypatch.setattr(listening, "PATIENCE", 60.0)
+    slow = strangers(office, 12)
+    assert ask(office.address, b"still there?") == b"answer to still there?"
+    slow[0].settimeout(30)
+    slow[0].recv(16)
+    with contextlib.suppress(ConnectionError):  # what it said was not all read
+        assert slow[0].recv(1) == b"", "it was hung up on"
+    for talk in slow:
+        talk.close()
+
+
+def test_a_stranger_that_says_a_little_all_the_time_is_hung_up_on(office: Office) -> None:
+    with socket.create_connection((office.listener.host, office.listener.port)) as talk:
+        talk.settimeout(0.05)
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            assert talk.recv(16)
+            for byte in range(600):  # each step is in time, the whole is not
+                talk.sendall(bytes([byte % 256])) if byte < 40 else None
+                with contextlib.suppress(TimeoutError):
+                    if talk.recv(1) == b"":
+                        break
+        assert time.monotonic() - began < 20 * channel.PATIENCE
+    assert office.asked == []
+
+
+def test_a_listener_that_says_a_little_all_the_time_is_given_up() -> None:
+    slow = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def dribble() -> None:
+        talk, _ = slow.accept()
+        with talk, contextlib.suppress(OSError):
+            while not stop.wait(0.05):
+                talk.sendall(b"n")
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    address = Address("process", *slow.getsockname(), b"k", "machine", "network", 1)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ask(address, b"?", patience=0.3)
+    assert time.monotonic() - began < 10
+    stop.set()
+    thread.join()
+    slow.close()
+
+
+def test_more_ranks_than_are_answered_at_once_are_all_answered(office: Office) -> None:
+    with ThreadPoolExecutor(4 * listening.AT_ONCE) as pool:
+        asked = [pool.submit(ask, office.address, b"%d" % n, 30.0) for n in range(100)]
+        assert [a.result() for a in asked] == [b"answer to %d" % n for n in range(100)]
+
+
+def test_without_descriptors_it_rests_and_then_answers(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if accept found none: it fails, and the caller stays at the door."""
+    tries: list[float] = []
+    door = office.listener._door
+
+    class Door:
+        def accept(self) -> tuple[socket.socket, object]:
+            tries.append(time.monotonic())
+            if len(tries) < 4:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return door.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(door, name)
+
+    monkeypatch.setattr(office.listener, "_door", Door())
+    monkeypatch.setattr(listening, "REST", 0.1)
+    assert ask(office.address, b"there?", patience=30.0) == b"answer to there?"
+    assert all(b - a >= 0.1 for a, b in itertools.pairwise(tries)), "no busy loop"
+    tell(office.address, b"letters come all the same")
 
 
 def test_after_the_end_nobody_listens(office: Office) -> None:

@@ -1,6 +1,7 @@
 """Ring two: when a call is late, what is printed, and what the watching leaves behind."""
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from paceline import recorder
+from paceline.errors import CollectiveTimeoutError
 from paceline.groups import Group
 from paceline.recorder import events
 from paceline.recorder.account import account_of
+from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 
@@ -202,6 +205,57 @@ def fork_a_child(meeting: Meeting) -> tuple[int, int]:
 
 def test_a_forked_child_is_no_rank_and_the_parent_still_answers() -> None:
     assert spawn_ranks(2, fork_a_child, deadline=DEADLINE) == [(0, 1), (0, 0)]
+
+
+def fork_while_all_is_locked(meeting: Meeting) -> tuple[int, int, int]:
+    """How a child ends that was forked while the recorder's threads held all its locks."""
+    group = meeting.new_group("gloo")
+    group.barrier()
+    board = group.board
+    assert board is not None
+    watch.peers.known(board, seconds=DEADLINE)
+    error = CollectiveTimeoutError(0, "all_reduce", 1, (1,))
+    explanation = Explanation(lambda: Found("too late"))
+    explanation.attach(error)
+    locks = [explanation._lock, watch._lock, watch._looking, watch.peers._lock]
+    locks += [watch.explanations._lock, watch.comparing._lock]
+    for lock in locks:
+        lock.acquire()
+    child = os.fork()
+    if child == 0:
+        _use_all_in_the_child(error, board)
+    for lock in locks:
+        lock.release()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    group.barrier()
+    watch.peers._listener.read_all(DEADLINE)
+    farewells = len(watch.peers.farewells.get(board.number, {}))
+    other = watch.peers.hear(board, [1 - meeting.rank])[1 - meeting.rank]
+    group.barrier()
+    group.shutdown()
+    return code, farewells, other.rank
+
+
+def _use_all_in_the_child(error: CollectiveTimeoutError, board: events.Board) -> None:
+    """Does what a program may do in a child, then ends as one does; a deadlock ends it too."""
+    signal.alarm(20)
+    try:
+        assert "timed out" in str(error)
+        recorder.summary()
+        watch.look()
+        recorder.finish_explaining()
+        recorder.configure(warn_after=1.0)
+        run_ranks(2, lambda group: group.barrier())
+        board.close()  # as when the parent's group is collected in the child
+        watch.end()
+    except BaseException:
+        os._exit(1)
+    os._exit(7)
+
+
+def test_a_child_forked_at_any_moment_is_not_stuck_and_does_not_end_its_parent() -> None:
+    found = spawn_ranks(2, fork_while_all_is_locked, deadline=DEADLINE)
+    assert found == [(7, 0, 1), (7, 0, 0)]
 
 
 def measure_clocks(meeting: Meeting) -> float:

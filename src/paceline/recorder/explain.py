@@ -11,6 +11,7 @@ Calls that fail together share one explanation: of a model with many buckets all
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -54,6 +55,7 @@ class Explanation:
 
     def __init__(self, find: Find) -> None:
         self._find = find
+        self._process = os.getpid()
         self._began = time.monotonic()
         self._ended = 0.0
         self._phase = Phase.SOUGHT
@@ -89,6 +91,8 @@ class Explanation:
         """Wait a moment; if that was not enough, it will be printed when it is found."""
         if self._done.wait(max(0.0, self._began + IN_TEXT - time.monotonic())):
             return
+        if os.getpid() != self._process:  # a forked child, where nobody seeks, and the lock may be
+            return  # somebody's who is not there
         with self._lock:
             if self._phase is Phase.SOUGHT:
                 self._phase = Phase.MISSED

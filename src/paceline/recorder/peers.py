@@ -8,6 +8,7 @@ in good order tells its peers how far it had come, since nobody can ask it any m
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -22,7 +23,8 @@ import msgspec
 
 from . import channel, events
 from .account import Account, Silence, Told, account_of, told
-from .channel import Address, Listener
+from .channel import Address
+from .listener import Listener
 from .order import Log, log_from, log_of
 from .threads import in_thread
 
@@ -204,12 +206,22 @@ class Peers:
             return Silence.UNKNOWN  # it is on another host and did not know of ours
         question = msgspec.msgpack.encode(Question(address.board))
         try:
-            answer = channel.ask(address, question)
+            answer = self._ask_again_if_cut_off(address, question)
             return msgspec.msgpack.decode(answer, type=Account) if answer else Silence.ENDED
         except ConnectionError:
             return Silence.ENDED
-        except (OSError, msgspec.DecodeError):
-            return Silence.MUTE
+        except (OSError, msgspec.DecodeError) as error:
+            out = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)  # of descriptors, here
+            return Silence.UNKNOWN if out else Silence.MUTE
+
+    def _ask_again_if_cut_off(self, address: Address, question: bytes) -> bytes:
+        """The answer; a process that is there after all hung up because many asked at once."""
+        try:
+            return channel.ask(address, question)
+        except ConnectionRefusedError:
+            raise
+        except ConnectionError:
+            return channel.ask(address, question)
 
     def log(self, board: events.Board, rank: int, after: int, patience: float) -> Log | None:
         """What a rank has called after that number; None when it cannot be asked."""

@@ -48,6 +48,10 @@ class Watch:
     def __init__(self) -> None:
         self.peers = peers
         self.warn_after: float | None = None  # None: what the environment says
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as a forked child does: no thread, no lock that somebody may hold."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._lock = threading.Lock()
@@ -368,8 +372,6 @@ def _save(directory: str) -> None:
 
 def _anew() -> None:
     """A forked child is another process: no thread of ours runs in it."""
-    global watch
     watch.peers.drop()
     forget_threads()
-    watch, before = Watch(), watch
-    watch.warn_after = before.warn_after
+    watch.reset()
