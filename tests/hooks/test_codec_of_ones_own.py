@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,6 +181,65 @@ def test_a_run_with_it_resumes_to_the_last_bit(toy: str) -> None:
         assert hook.codec.state_dict() == resumed.codec.state_dict()
 
     run_ranks(2, one_rank)
+
+
+class AsItIs:
+    """Gives back what it gets, not a copy of it."""
+
+    def encode(self, tensor: Tensor) -> Halves:
+        return Halves({"values": tensor})
+
+    def decode(self, encoded: Halves) -> Tensor:
+        return encoded.parts["values"]
+
+    def __repr__(self) -> str:
+        return "AsItIs()"
+
+
+class RowsAsTheyAre(RowCodec):
+    """Gives back the rows it gets, and views of messages."""
+
+    def pack(self, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        return {"values": rows}
+
+    def unpack(self, parts: Mapping[str, Tensor], width: int) -> Tensor:
+        return parts["values"]
+
+
+@pytest.mark.parametrize("codec", [AsItIs, RowsAsTheyAre])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_need_not_copy_what_it_is_given(codec: Any, ranks: int) -> None:
+    def one_rank(group: Group) -> tuple[Tensor, Tensor]:
+        ddp = DDP(copy.deepcopy(MODEL), process_group=group)
+        CodecHook(codec(), small=50).register(ddp)
+        loss(ddp, group.rank()).backward()
+        model = nn.Linear(1, 300, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = DiLoCo(
+            model,
+            torch.optim.SGD(model.parameters(), 1.0),
+            partial(torch.optim.SGD, lr=1.0),
+            sync_every=1,
+            codec=codec(),
+            error_feedback=True,
+            process_group=group,
+        )
+        model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank())
+        opt.step(weight=1 + group.rank())
+        return gradients(ddp), model.weight.detach().clone()
+
+    def exact(group: Group) -> Tensor:
+        ddp = DDP(copy.deepcopy(MODEL), process_group=group)
+        loss(ddp, group.rank()).backward()
+        return gradients(ddp)
+
+    weights = torch.arange(1.0, ranks + 1)
+    outer = -float(weights.square().sum() / weights.sum())
+    for (mean, moved), plain in zip(
+        run_ranks(ranks, one_rank), run_ranks(ranks, exact), strict=True
+    ):
+        assert_close(mean, plain)
+        assert_close(moved, torch.full_like(moved, outer))
 
 
 def test_it_may_say_what_gains_by_it() -> None:

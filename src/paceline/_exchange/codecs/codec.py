@@ -139,7 +139,8 @@ class EachByItself:
         rows = torch.zeros(self._layout.rows, width, device=next(iter(parts.values())).device)
         for at, flat in enumerate(self._layout.stretches(rows)):
             own = {name: parts[f"{at}.{name}"] for name in self._like[at].parts}
-            flat.copy_(self._codec.decode(replace(self._like[at], parts=own)).reshape(-1))
+            found = self._codec.decode(replace(self._like[at], parts=own))
+            flat.copy_(found.reshape(flat.shape))
         return rows
 
     def add_to(self, rows: Tensor, parts: Mapping[str, Tensor], *, subtract: bool = False) -> None:

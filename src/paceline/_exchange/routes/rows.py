@@ -67,6 +67,7 @@ class RowRoute(Route):
         rows = self.memory.add(spans_of(buffer, self.layout.large))
         parts = self.packer.pack(rows, mix(self.labels, step, self.line.rank))
         if self.feedback:
+            parts = {name: _apart_from(rows, part) for name, part in parts.items()}
             self.packer.add_to(rows, parts, subtract=True)
             self.memory.settle()
         return parts
@@ -94,7 +95,7 @@ class RowRoute(Route):
             for parts in messages[1:]:
                 self.packer.add_to(rows, parts)
             return rows.div_(len(messages)), len(messages)
-        rows, total = self.packer.unpack(messages[0], width).zero_(), 0.0
+        rows, total = torch.zeros_like(self.packer.unpack(messages[0], width)), 0.0
         for parts in messages:
             share = parts[_SHARE].item()
             if share:
@@ -104,6 +105,12 @@ class RowRoute(Route):
 
     def _sum_of_small(self, messages: Sequence[Parts]) -> Tensor:
         return torch.stack([parts[_SMALL] for parts in messages]).sum(0)
+
+
+def _apart_from(rows: Tensor, part: Tensor) -> Tensor:
+    """``part`` in memory of its own: what is sent will be taken away from ``rows``."""
+    shared = part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+    return part.clone() if shared else part
 
 
 class GatherRoute(RowRoute):
