@@ -95,7 +95,7 @@ class WeightedMean:
         return Averaging(self.group.all_reduce(buffer, async_op=True), buffer, divides=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Empty: nothing is remembered between exchanges."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

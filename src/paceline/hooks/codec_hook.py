@@ -93,7 +93,7 @@ class CodecHook:
     # -- use ----------------------------------------------------------------------------------
 
     def register(self, ddp: Any) -> None:
-        """Average the gradients of ``ddp`` so; every rank calls it, before the first backward."""
+        """Average the gradients of ``ddp`` with this hook; all ranks, before the first backward."""
         self._ddp = weakref.ref(ddp)
         for number, (name, param) in enumerate(ddp.module.named_parameters()):
             self._known[id(param)] = number, name, param

@@ -78,7 +78,7 @@ class InBackward(Wrapping):
         self._opt_called = True  # schedulers ask for it
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Nothing: the backward pass has stepped. A ``closure`` is called, which steps as well."""
+        """Do nothing, since the backward pass steps; a ``closure`` is called, which does."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -89,11 +89,11 @@ class InBackward(Wrapping):
         self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's: as if it were stepped by hand."""
+        """The state of the inner optimizer, as if it were stepped by hand."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
+        """Load the state of the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
 

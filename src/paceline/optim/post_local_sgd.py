@@ -30,7 +30,7 @@ class PostLocalSGDOptimizer(Wrapping):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, and how far the averager has counted, under ``step``."""
+        """The state of the inner optimizer, and under ``step`` how far the averager has counted."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from .clip import Gradients
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's, and for an optimizer whose gradients are in shards it asks the other ranks.
+    """torch's GradScaler, which asks the other ranks where an optimizer's gradients are in shards.
 
     A rank that finds an inf in its shard would otherwise skip a step that the others take. Such an
     optimizer has a method ``gradients`` (``clip.py``); for others nothing is different.

@@ -23,7 +23,7 @@ _NOT_FINITE = -128  # in the place of an exponent
 
 
 class Fp32(RowCodec):
-    """No compression, for comparison and to switch it off in a run."""
+    """Sends float32 as it is: no compression, for comparison or to switch it off in a run."""
 
     main = "values"
 
@@ -38,7 +38,7 @@ class Fp32(RowCodec):
 
 
 class Bf16(RowCodec):
-    """The upper half of each float32: 2 bytes, 8 digits, the same range."""
+    """Sends bfloat16: 2 bytes per element, 8 binary digits, the range of float32."""
 
     main = "values"
 
@@ -74,7 +74,7 @@ class Scaled(RowCodec):
 
 
 class Fp16(Scaled):
-    """IEEE half precision: 2 bytes, 11 digits."""
+    """Sends float16: 2 bytes per element, 11 binary digits, scaled so that nothing overflows."""
 
     main = "values"
 
@@ -86,7 +86,7 @@ class Fp16(Scaled):
 
 
 class Fp8(Scaled):
-    """One byte: ``e4m3`` has 4 digits, ``e5m2`` has 3 and spans more within a row."""
+    """Sends float8: 1 byte per element; ``e4m3`` has 4 binary digits, ``e5m2`` 3 and more range."""
 
     def __init__(self, kind: str = "e4m3") -> None:
         if kind not in _FP8:

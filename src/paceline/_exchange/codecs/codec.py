@@ -69,7 +69,7 @@ class Encodes(Protocol):
 
 
 class Codec(ABC):
-    """Encodes tensors. Equal codecs on all ranks understand each other."""
+    """Encodes tensors before they travel, and decodes them after. All ranks use equal codecs."""
 
     block: int = 256  # elements; memory for what encoding loses is cut into rows so long
 
@@ -100,7 +100,7 @@ class Codec(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from there."""
+        """Encode from now on as the codec did that gave ``state``."""
         if state:
             raise CodecStateError(f"{self} has no state.", "Load that of an equal codec.")
 

@@ -16,7 +16,7 @@ _TINY = 1e-36  # a smaller scale has no inverse; such a block counts as zero
 
 
 class Int8(RowCodec):
-    """Whole multiples of a 127th of the block's largest number.
+    """Sends 8 bits per element: multiples of 1/127 of the largest one in its block.
 
     Rounding is stochastic: right on average, so that errors of many ranks and steps cancel. With
     ``stochastic=False`` it is to the nearest.

@@ -26,7 +26,7 @@ from .codec import Codec, Encoded, State
 
 
 class PowerSGD(Codec):
-    """``rank`` columns for each matrix. What is no matrix, or too small to gain, travels whole."""
+    """Sends each matrix as two of ``rank`` columns; what does not get smaller travels as it is."""
 
     def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
         if rank < 1:
@@ -53,7 +53,7 @@ class PowerSGD(Codec):
         return random_columns(wide, columns, self.seed + wide).to(matrix.device)
 
     def keep(self, name: str, right: Tensor) -> None:
-        """Begin the next step there. Without warm start, or with what is no number, begin anew."""
+        """Begin the next step with ``right``; anew without warm start, or if it is not finite."""
         if self.warm_start and bool(right.isfinite().all()):
             self._right[name] = right.clone()
         else:
@@ -82,7 +82,7 @@ class PowerSGD(Codec):
         self._right = {name: tensor.clone() for name, tensor in right.items()}
 
     def restart(self) -> None:
-        """Begin anew, where ranks that were not here before do so too."""
+        """Begin every search with random columns again, as ranks do that were not here before."""
         self._right.clear()
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in the 
 
 
 class Sign(RowCodec):
-    """Plus or minus the mean size of the block's numbers.
+    """Sends 1 bit per element, its sign, and the mean size of each block.
 
     Small blocks cost a little (a quarter of a bit for each number, of 64) and gain a lot: a row of
     a table that no gradient came to is not moved by the size of its neighbours.

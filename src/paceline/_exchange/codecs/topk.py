@@ -14,7 +14,7 @@ _LARGEST_BLOCK = 1 << 15  # a place takes 16 bits
 
 
 class TopK(RowCodec):
-    """The ``ratio`` of each block's numbers that are furthest from zero.
+    """Sends the ``ratio`` of each block's elements that are furthest from zero, with their places.
 
     The largest of every block rather than of a whole bucket: a selection in small rows is much
     faster, a place takes two bytes instead of four, and no layer is passed over for ever because

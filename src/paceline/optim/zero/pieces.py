@@ -46,10 +46,10 @@ class WholePiece:
         self.slices: tuple[Slice, ...] = (Slice(number, 0, param.numel()),)
 
     def lend_grad(self) -> None:
-        """It is there."""
+        """Nothing to do: a parameter has its gradient."""
 
     def drop_grad(self) -> None:
-        """It stays."""
+        """Nothing to do: the gradient stays."""
 
 
 class PartPiece:
