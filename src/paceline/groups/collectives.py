@@ -31,6 +31,7 @@ from ..recorder.events import now
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
+from .overlap import keep_apart
 from .strict import agree
 from .traffic import Traffic
 from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
@@ -72,6 +73,7 @@ class Collectives(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this form
         self._engine = engine
         self._closed = ""  # why no call is possible any more
+        self._moves = engine.capabilities.backend != "fake"  # that one's tensors have no memory
         self._rank, self._size = rank, size
         self._timeout = timeout
         self._checker = Checker(rank, size, engine)
@@ -453,6 +455,8 @@ class Collectives(ProcessGroup):
         nbytes = call.nbytes
         self.traffic.note(kind, nbytes)
         finisher = make_dense(call, self._rank)
+        if call.outputs is not call.inputs and call.outputs and call.inputs and self._moves:
+            keep_apart(call, self._rank, self._size)
         if self._hooks or finisher is not None:
             return self._observed(call, async_op, finisher)
         if call.factor is not None:
