@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.rendezvous import rendezvous
 
-from .._transport import agree_on, unavailable
+from .._transport import MAX_RANKS, agree_on, unavailable
 from ..errors import (
     BackendTakenError,
     EngineUnavailableError,
@@ -169,8 +169,13 @@ def _meet(
 Opener = Callable[..., Engine]  # (store, rank, size, timeout, device, **options)
 
 
-def _offer(name: str, known: Sequence[str] | None = ()) -> Callable[[Opener], Opener]:
-    """Register an engine's opener as a backend that makes Groups of it and reads ``known``."""
+def _offer(
+    name: str, known: Sequence[str] | None = (), most: int | None = None
+) -> Callable[[Opener], Opener]:
+    """Register an engine's opener as a backend that makes Groups of it and reads ``known``.
+
+    More than ``most`` ranks are refused before any of them waits for the others.
+    """
 
     def decorate(opener: Opener) -> Opener:
         def factory(
@@ -185,6 +190,8 @@ def _offer(name: str, known: Sequence[str] | None = ()) -> Callable[[Opener], Op
                 raise UnexpectedOptionError(name, unknown, known)
 
             def reopen(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+                if most is not None and size > most:
+                    raise EngineUnavailableError(name, f"{size} ranks, and it takes {most}", rank)
                 if name != "fake":  # it has no peers
                     facts = facts_of(name, device, {} if name == "nccl" else kwargs)
                     agree_on(store, rank, size, timeout, facts)
@@ -227,7 +234,7 @@ def _open_nccl(
     return TorchEngine(open_nccl(store, rank, size, timeout, device, **options), "nccl", device)
 
 
-@_offer("shm", known=("window",))
+@_offer("shm", known=("window",), most=MAX_RANKS)
 def _open_shm(
     store: Store,
     rank: int,
