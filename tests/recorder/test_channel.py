@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import TCPStore
 
 from paceline.recorder import channel
 from paceline.recorder import listener as listening
@@ -252,3 +253,11 @@ def test_addresses_are_plain_data() -> None:
     address = Address("p", "127.0.0.1", 1, b"k", "m", "n", 3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=Address) == address
     assert not dataclasses.is_dataclass(address)
+
+
+def test_whoever_reaches_the_store_has_the_key_as_the_page_on_security_says(office: Office) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("recorder/1/0", msgspec.msgpack.encode(office.address))
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    found = msgspec.msgpack.decode(stranger.get("recorder/1/0"), type=Address)
+    assert ask(found, b"who are you?") == b"answer to who are you?"
