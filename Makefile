@@ -21,7 +21,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test slow sanitize check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ slow: $(READY) ## run the tests that train for minutes
 
 parity: $(READY) ## run PyTorch's own distributed tests on paceline
 	$(BIN)/python -m tests.parity.runner
+
+sanitize: ## run the C engine, threads as ranks, under the compiler's address and thread sanitizers
+	tests/transport/engine/sanitize.sh build/sanitize
 
 check: $(READY) ## check format, lint, types and the docs
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -27,8 +28,14 @@ REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 DONE, AGAIN = 0, 1
 TIMED_OUT, PEER_DIED, PEER_LEFT, PEER_ABORTED, ABORTED, MISMATCH = -1, -2, -3, -4, -5, -6
 CLOSED, FORKED = -8, -9
+GARBLED, NO_MEMORY, BAD_CALL = -10, -11, -12
 
 RUN, SUBMIT, SUBMIT_QUIETLY = 0, 1, 2
+
+
+def name_in(names: Sequence[object], number: int) -> str:
+    """What ``number``, read from shared memory, stands for; it may stand for nothing."""
+    return str(names[number]) if 0 <= number < len(names) else f"unknown ({number})"
 
 
 class CallRecord(ctypes.Structure):

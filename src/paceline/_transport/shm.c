@@ -53,10 +53,7 @@ static void drive(Lane *l, int64_t until, int spin) { /* the mutex is held befor
     pthread_cond_broadcast(&l->changed);
 }
 
-static int has_work(Lane *l) {
-    Engine *e = l->engine;
-    return l->first || (l == &e->pump && (e->sending || e->receiving));
-}
+static int has_work(Lane *l) { return l->pending > 0; } /* the mutex is held */
 
 static void *lane_thread(void *lane) {
     Lane *l = lane;
@@ -93,6 +90,7 @@ static void lane_close(Lane *l) {
 
 static void submit(Lane *l, Op *op, int wake_thread) {
     op->next = NULL;
+    l->pending++;
     if (l->last) l->last->next = op;
     else l->first = op;
     l->last = op;
@@ -206,6 +204,7 @@ EXPORT int pl_start(Op *op) {
     memset((uint8_t *)op + offsetof(Op, status), 0, sizeof *op - offsetof(Op, status));
     op->deadline = op->timeout_ns < 0 ? INT64_MAX : now + op->timeout_ns;
     Engine *e = op->engine;
+    if (!possible(e, op)) return op->status = BAD_CALL;
     if (!come_in(e, OPEN)) return op->status = refusal(e);
     op->status = AGAIN;
     op->queued = 1;

@@ -27,10 +27,13 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ..errors import (
+    CollectiveArgumentError,
     CollectiveTimeoutError,
     EngineUnavailableError,
     ForkedError,
+    GarbledMemoryError,
     GroupClosedError,
+    MessageMemoryError,
     MismatchError,
     OptionValueError,
     PacelineError,
@@ -485,6 +488,10 @@ class Shm:
             return self._mismatch(operation)
         if status == clib.PEER_DIED:
             return PeerDiedError(*here, reporter=operation.reporter)
+        if status == clib.GARBLED:
+            return GarbledMemoryError(*here, reporter=operation.reporter)
+        if status in (clib.NO_MEMORY, clib.BAD_CALL):
+            return self._impossible(operation, status)
         if status in (clib.PEER_LEFT, clib.PEER_ABORTED):
             return PeerLeftError(*here, aborted=status == clib.PEER_ABORTED)
         if status == clib.TIMED_OUT:
@@ -499,9 +506,18 @@ class Shm:
             return GroupClosedError(self.rank, name, sequence, (self.rank,), aborted=True)
         return self._gone(name, sequence)
 
+    def _impossible(self, operation: clib.Operation, status: int) -> PacelineError:
+        name = clib.KINDS[operation.kind]
+        if status == clib.NO_MEMORY:
+            return MessageMemoryError(self.rank, name, operation.sequence, (self.rank,))
+        found = f"count {operation.count}, root {operation.root}, reduction {operation.reduce}"
+        expected = f"a count, a root below {self.size} and a reduction that its type has"
+        return CollectiveArgumentError(self.rank, name, "description", expected, found)
+
     def _mismatch(self, operation: clib.Operation) -> MismatchError:
         def tell(call: clib.CallRecord, size: int) -> str:
-            name, dtype = clib.KINDS[call.kind], DTYPES[call.dtype]
+            name = clib.name_in(clib.KINDS, call.kind)
+            dtype = clib.name_in(DTYPES, call.dtype)
             if name == "barrier":
                 return "barrier()"
             if name in ("send", "recv"):
@@ -510,7 +526,7 @@ class Shm:
             if operation.bytes_a or operation.bytes_b:
                 parts.append(f"{size} bytes between the two")
             if name in ("all_reduce", "reduce", "reduce_scatter"):
-                parts.append(clib.REDUCTIONS[call.reduce].upper())
+                parts.append(clib.name_in(clib.REDUCTIONS, call.reduce).upper())
             if name in ("reduce", "broadcast", "gather", "scatter"):
                 parts.append(f"root {call.root}")
             return f"{name}({', '.join(parts)})"
@@ -531,7 +547,7 @@ class Shm:
         sequence = self._calls.pl_position(engine, rank, ctypes.byref(call))
         if sequence == 0:
             return f"rank {rank} has not called anything yet"
-        return f"rank {rank} in operation {sequence} ({clib.KINDS[call.kind]})"
+        return f"rank {rank} in operation {sequence} ({clib.name_in(clib.KINDS, call.kind)})"
 
     # -- memory and the end -------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ static uint64_t total_given(Engine *e, const Op *op) {
 
 static uint64_t offset_in_segment(Engine *e, const uint8_t *p, uint64_t bytes) {
     uint8_t *base = e->base[e->rank];
-    if (p < base + heap_at(e->n) || p + bytes > base + e->segment) return 0;
+    if (p < base + heap_at(e->n) || p > base + e->segment || bytes > (uint64_t)(base + e->segment - p)) return 0;
     return (uint64_t)(p - base) + 1;
 }
 
@@ -45,7 +45,8 @@ static void enter(Engine *e, Op *op) {
     Control *me = control(e, e->rank);
     int turn = op->seq & 1;
     uint64_t bytes = total_given(e, op);
-    Call *c = &me->call[turn];
+    Told *told = &e->told[e->rank]; /* others could write to what is in shared memory */
+    Call *c = &told->call;
     *c = (Call){.kind = op->kind, .dtype = op->dtype, .reduce = op->reduce, .root = op->root, .count = op->count};
     c->tables = op->give || op->take;
     c->small = bytes <= e->small;
@@ -55,10 +56,15 @@ static void enter(Engine *e, Op *op) {
     if (op->kind == ALL_REDUCE && shared && bytes > e->direct && offset_in_segment(e, op->in, bytes)) c->small = 0;
     if (c->tables)
         for (int r = 0; r < e->n; r++) {
-            me->give[turn][r] = gives(op, e->rank) && is_personal(op) ? give_bytes(op, r) : bytes;
-            me->take[turn][r] = takes(op, e->rank) && op->take ? op->take[r] : own_bytes(op);
+            told->give[r] = gives(op, e->rank) && is_personal(op) ? give_bytes(op, r) : bytes;
+            told->take[r] = takes(op, e->rank) && op->take ? op->take[r] : own_bytes(op);
         }
-    if (!c->small && shared) c->offset = offset_in_segment(e, op->in, bytes);
+    if (!c->small && shared && (uintptr_t)op->in % op->itemsize == 0) c->offset = offset_in_segment(e, op->in, bytes);
+    me->call[turn] = *c;
+    if (c->tables) {
+        memcpy(me->give[turn], told->give, sizeof told->give);
+        memcpy(me->take[turn], told->take, sizeof told->take);
+    }
     if (c->small && bytes) {
         uint8_t *to = slot(e, e->rank, op->seq);
         if (!is_personal(op) || !op->src) memcpy(to, op->in, bytes);
@@ -73,43 +79,77 @@ static void enter(Engine *e, Op *op) {
 
 /* ---- agreement ---- */
 
-static int differ(Engine *e, Op *op, int a, int b, uint64_t bytes_a, uint64_t bytes_b) {
+static const Call *call_of(Engine *e, const Op *op, int r) { (void)op; return &e->told[r].call; }
+
+static void listen_to_all(Engine *e, const Op *op) {
     int turn = op->seq & 1;
+    for (int r = 0; r < e->n; r++) {
+        if (r == e->rank) continue;
+        const Control *c = control(e, r);
+        e->told[r].call = c->call[turn];
+        if (!e->told[r].call.tables) continue;
+        memcpy(e->told[r].give, c->give[turn], sizeof e->told[r].give);
+        memcpy(e->told[r].take, c->take[turn], sizeof e->told[r].take);
+    }
+    __asm__ volatile("" ::: "memory"); /* from here on only the copies */
+}
+
+static int differ(Engine *e, Op *op, int a, int b, uint64_t bytes_a, uint64_t bytes_b) {
     op->side_a = a;
     op->side_b = b;
-    op->call_a = control(e, a)->call[turn];
-    op->call_b = control(e, b)->call[turn];
+    op->call_a = *call_of(e, op, a);
+    op->call_b = *call_of(e, op, b);
     op->bytes_a = bytes_a;
     op->bytes_b = bytes_b;
     return op->status = MISMATCH;
 }
 
+static int garbled(Engine *e, Op *op, int r) { return fault(e, op, GARBLED, e->rank, (uint64_t)1 << r); }
+
 /* Bytes that rank s has for rank d, and that rank d wants from rank s, by their own words. */
 static uint64_t given(Engine *e, const Op *op, int s, int d) {
-    const Control *c = control(e, s);
-    const Call *call = &c->call[op->seq & 1];
-    return call->tables ? c->give[op->seq & 1][d] : call->count * op->itemsize;
+    const Told *t = &e->told[s];
+    return t->call.tables ? t->give[d] : t->call.count * op->itemsize;
 }
 
 static uint64_t taken(Engine *e, const Op *op, int d, int s) {
-    const Control *c = control(e, d);
-    const Call *call = &c->call[op->seq & 1];
-    return call->tables ? c->take[op->seq & 1][s] : call->count * op->itemsize;
+    const Told *t = &e->told[d];
+    return t->call.tables ? t->take[s] : t->call.count * op->itemsize;
+}
+
+/* Whether what rank r told could be true: what does not exist, or does not fit into its memory, could not. */
+static int credible(Engine *e, const Op *op, int r) {
+    const Call *c = call_of(e, op, r);
+    uint64_t total = 0, each;
+    if (c->kind > REDUCE_SCATTER || c->reduce >= R_COUNT || c->dtype > 255 || c->root < -1 || c->root >= e->n) return 0;
+    if (__builtin_mul_overflow(c->count, (uint64_t)op->itemsize, &each) || each >> 62) return 0;
+    if (!gives(op, r)) return 1;
+    for (int d = 0; d < (is_personal(op) ? e->n : 1); d++)
+        if (__builtin_add_overflow(total, given(e, op, r, d), &total) || total >> 62) return 0;
+    if (c->small && total > SLOT) return 0;
+    if (!c->offset) return 1;
+    uint64_t at = c->offset - 1;
+    return at >= heap_at(e->n) && at <= e->segment && total <= e->segment - at && at % op->itemsize == 0;
 }
 
 /* The same question with the same answer on every rank. */
 static int agree(Engine *e, Op *op) {
-    int turn = op->seq & 1, tables = 0;
-    const Call *first = &control(e, 0)->call[turn];
+    int tables = 0;
+    listen_to_all(e, op);
+    const Call *first = call_of(e, op, 0);
+    for (int r = 0; r < e->n; r++)
+        if (call_of(e, op, r)->kind > REDUCE_SCATTER) return garbled(e, op, r);
     for (int r = 0; r < e->n; r++) {
-        const Call *c = &control(e, r)->call[turn];
+        const Call *c = call_of(e, op, r);
         if (c->kind != first->kind || c->dtype != first->dtype || c->reduce != first->reduce || c->root != first->root)
             return differ(e, op, 0, r, 0, 0);
         tables |= c->tables;
     }
+    for (int r = 0; r < e->n; r++)
+        if (r != e->rank && !credible(e, op, r)) return garbled(e, op, r);
     if (!tables) {
         for (int r = 0; r < e->n; r++)
-            if (control(e, r)->call[turn].count != first->count) return differ(e, op, 0, r, 0, 0);
+            if (call_of(e, op, r)->count != first->count) return differ(e, op, 0, r, 0, 0);
         return DONE;
     }
     for (int s = 0; s < e->n; s++)
@@ -161,7 +201,7 @@ static void reduce_direct(Engine *e, Op *op) {
     Stretch mine = stretch(0, op->count, e->n, e->rank, op->itemsize);
     void *tensor[MAX_RANKS];
     for (int r = 0; r < e->n; r++) {
-        uint64_t offset = control(e, r)->call[op->seq & 1].offset - 1;
+        uint64_t offset = call_of(e, op, r)->offset - 1;
         tensor[r] = e->base[r] + offset + mine.at * op->itemsize;
     }
     REDUCERS[op->dtype][op->reduce](tensor, e->n, (const void *const *)tensor, e->n, mine.len);
@@ -199,8 +239,8 @@ static void two_phase_tick(Engine *e, Op *op, uint64_t t) {
 static void plan_reduction(Engine *e, Op *op) {
     int direct = op->kind == ALL_REDUCE, small = 1;
     for (int r = 0; r < e->n; r++) {
-        direct &= control(e, r)->call[op->seq & 1].offset != 0;
-        small &= control(e, r)->call[op->seq & 1].small;
+        direct &= call_of(e, op, r)->offset != 0;
+        small &= call_of(e, op, r)->small != 0;
     }
     if (small) {
         op->path = P_INLINE;
@@ -217,8 +257,6 @@ static void plan_reduction(Engine *e, Op *op) {
 }
 
 /* ---- exchanges: everything that moves and, for reduce-scatter, reduces ---- */
-
-static const Call *call_of(Engine *e, const Op *op, int r) { return &control(e, r)->call[op->seq & 1]; }
 
 static uint64_t before(Engine *e, const Op *op, int s, int d) { /* where block d begins in s's payload */
     uint64_t sum = 0;
@@ -324,10 +362,25 @@ static void alone(Op *op) { /* a group of one */
 
 static int all_reached(Engine *e, Op *op, uint64_t tick) {
     uint64_t target = op->seq << 24 | tick;
-    for (; op->awaited < (uint32_t)e->n; op->awaited++)
-        if ((int)op->awaited != e->rank && !reached(e, op->awaited, target)) return 0;
+    for (; op->awaited < (uint32_t)e->n; op->awaited++) {
+        if ((int)op->awaited == e->rank) continue;
+        uint64_t theirs = atomic_load_explicit(&control(e, op->awaited)->progress, memory_order_acquire);
+        if (theirs < target) return 0;
+        /* they cannot be further than waiting for us at the next operation */
+        if (theirs > ((op->seq + 1) << 24 | 1)) e->bad_words |= (uint64_t)1 << op->awaited;
+    }
     op->awaited = 0;
     return 1;
+}
+
+/* Whether a call that is to begin can be described at all. */
+static int possible(const Engine *e, const Op *op) {
+    if (op->kind > RECV || op->itemsize < 1 || op->itemsize > 16) return 0;
+    if (op->root >= e->n || op->root < -1 || op->count > (uint64_t)1 << 58) return 0;
+    int reduces = op->kind == ALL_REDUCE || op->kind == REDUCE || op->kind == REDUCE_SCATTER;
+    int rooted = op->kind == REDUCE || op->kind == BROADCAST || op->kind == GATHER || op->kind == SCATTER || op->kind == SEND;
+    if (rooted && op->root < 0) return 0;
+    return !reduces || (op->dtype < T_COUNT && op->reduce < R_COUNT && REDUCERS[op->dtype][op->reduce]);
 }
 
 static uint64_t next_tick(const Op *op) { return op->entered ? op->tick + 1 : 1; }
@@ -343,6 +396,7 @@ static int coll_step(Engine *e, Op *op) {
     }
     if (!op->entered) {
         if (!all_reached(e, op, 1)) return AGAIN;
+        if (e->bad_words) return fault(e, op, GARBLED, e->rank, e->bad_words);
         int verdict = agree(e, op);
         if (verdict != DONE) return verdict;
         op->entered = 1;
@@ -353,6 +407,7 @@ static int coll_step(Engine *e, Op *op) {
     }
     while (op->tick < op->ticks) {
         if (op->tick > 0 && !all_reached(e, op, op->tick + 1)) return AGAIN;
+        if (e->bad_words) return fault(e, op, GARBLED, e->rank, e->bad_words);
         if (op->path == P_DIRECT) reduce_direct(e, op);
         if (op->path == P_TWO_PHASE) two_phase_tick(e, op, op->tick);
         if (op->path == P_EXCHANGE) exchange_tick(e, op, op->tick);
@@ -385,8 +440,7 @@ static int sleep_on(Engine *e, Op *op, int64_t until, int spin) {
         now = now_ns();
     }
     for (;;) {
-        atomic_fetch_add(&c->sleepers, 1);
-        atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in advance */
+        atomic_fetch_add(&c->sleepers, 1); /* see advance */
         uint32_t seen = (uint32_t)atomic_load(&c->progress);
         int64_t limit = op->deadline < until ? op->deadline : until;
         int64_t ns = limit - now < slice ? limit - now : slice;

@@ -34,7 +34,9 @@ enum {
     DONE = 0, AGAIN = 1,
     TIMED_OUT = -1, PEER_DIED = -2, PEER_LEFT = -3, PEER_ABORTED = -4, ABORTED = -5, MISMATCH = -6,
     LEFT = -7, /* only ever written down, never returned: this rank went home in peace */
-    CLOSED = -8, FORKED = -9 /* only ever returned: the engine was closed here, or belongs to the parent */
+    CLOSED = -8, FORKED = -9, /* only ever returned: the engine was closed here, or belongs to the parent */
+    GARBLED = -10,            /* a rank's memory holds what no rank writes there */
+    NO_MEMORY = -11, BAD_CALL = -12
 };
 
 typedef struct {
@@ -52,8 +54,8 @@ typedef struct {
     _Alignas(128) _Atomic uint32_t bell; /* rung by peers whose channels to or from here moved */
     _Atomic uint32_t bell_sleepers;
     _Alignas(128) _Atomic int32_t fault;
-    uint64_t culprits, fault_seq;
-    uint32_t fault_kind;
+    _Atomic uint64_t culprits, fault_seq;
+    _Atomic uint32_t fault_kind;
     _Alignas(128) Call call[2];
     uint64_t give[2][MAX_RANKS], take[2][MAX_RANKS]; /* bytes to and from each rank */
     uint8_t nonce[32];
@@ -63,8 +65,8 @@ typedef struct {
     _Alignas(128) _Atomic uint64_t head; /* bytes ever written, by the sender */
     _Alignas(128) _Atomic uint64_t tail; /* bytes ever read, by the receiver */
     _Alignas(128) _Atomic uint64_t refused; /* 1 + number of a message that did not fit, by the receiver */
-    uint64_t refused_sent, refused_wanted;
-    uint32_t refused_sent_dtype, refused_wanted_dtype;
+    _Atomic uint64_t refused_sent, refused_wanted;
+    _Atomic uint32_t refused_sent_dtype, refused_wanted_dtype;
     _Alignas(128) uint8_t ring[RING];
 } Channel;
 
@@ -108,6 +110,7 @@ typedef struct Lane {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     int running, closing, has_thread;
+    int pending; /* operations that were submitted and are not done */
     pthread_t thread;
     Op *first, *last; /* submitted and not done */
     struct Engine *engine;
@@ -129,6 +132,13 @@ typedef struct {
     uint64_t moved;
 } Incoming;
 
+/* What a rank told of its call, copied out of its memory once and looked at only here: what is in
+ * shared memory may be anything, and may be something else the next moment. */
+typedef struct {
+    Call call;
+    uint64_t give[MAX_RANKS], take[MAX_RANKS];
+} Told;
+
 typedef struct Engine {
     int rank, n;
     uint8_t *base[MAX_RANKS];
@@ -143,6 +153,10 @@ typedef struct Engine {
     Incoming incoming[MAX_RANKS];
     Stash *stash[MAX_RANKS];
     uint64_t sent[MAX_RANKS], refused_seen[MAX_RANKS];
+    uint64_t head[MAX_RANKS], tail[MAX_RANKS]; /* of the channels to and from each rank: our side of them */
+    Told told[MAX_RANKS];                      /* of the collective under way */
+    uint64_t bad_words, bad_channels;          /* ranks whose memory is garbled, for collectives and transfers */
+    int no_room;                               /* no memory for a message that nobody waits for yet */
     Op *sending, *receiving; /* the pump's own, touched by the running thread only */
     uint64_t settled;
     uint32_t generation;    /* of the process it was opened in; see shm_life.h */
@@ -200,9 +214,9 @@ static inline void *low_half(_Atomic uint64_t *word) {
 
 static void advance(Engine *e, uint64_t seq, uint64_t tick) {
     Control *me = control(e, e->rank);
-    atomic_store_explicit(&me->progress, seq << 24 | tick, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in sleep_on */
-    if (atomic_load_explicit(&me->sleepers, memory_order_relaxed)) futex_wake(low_half(&me->progress));
+    /* In one order for all, with the two of sleep_on: whoever comes second sees what the first did. */
+    atomic_store(&me->progress, seq << 24 | tick);
+    if (atomic_load(&me->sleepers)) futex_wake(low_half(&me->progress));
 }
 
 static inline int reached(Engine *e, int r, uint64_t target) {
@@ -239,6 +253,12 @@ static int fault(Engine *e, Op *op, int status, int reporter, uint64_t culprits)
     return status;
 }
 
+static uint64_t everyone(Engine *e) { return (uint64_t)-1 >> (64 - e->n); }
+
+static int is_fault(int status) {
+    return status == LEFT || status == GARBLED || status == NO_MEMORY || (status <= TIMED_OUT && status >= ABORTED);
+}
+
 /* What stands in the way of progress that needs the ranks in `needed`; 0 when nothing does. */
 static int obstacle(Engine *e, Op *op, uint64_t needed) {
     Control *me = control(e, e->rank);
@@ -246,8 +266,8 @@ static int obstacle(Engine *e, Op *op, uint64_t needed) {
     if (mine) { /* an operation that comes after the fault, or an abort from another thread */
         op->status = mine;
         op->reporter = e->rank;
-        op->culprits = me->culprits;
-        return mine;
+        op->culprits = me->culprits & everyone(e);
+        return is_fault(mine) ? mine : GARBLED;
     }
     for (int r = 0; r < e->n; r++) {
         if (r == e->rank) continue;
@@ -256,7 +276,9 @@ static int obstacle(Engine *e, Op *op, uint64_t needed) {
         if (theirs == LEFT && !(needed & bit)) continue;
         if (theirs == LEFT || theirs == ABORTED)
             return fault(e, op, theirs == ABORTED ? PEER_ABORTED : PEER_LEFT, r, bit);
-        if (theirs) return fault(e, op, theirs, r, control(e, r)->culprits);
+        if (theirs && !is_fault(theirs)) return fault(e, op, GARBLED, e->rank, bit);
+        uint64_t culprits = theirs ? control(e, r)->culprits & everyone(e) : 0;
+        if (theirs) return fault(e, op, theirs, r, culprits ? culprits : bit);
     }
     return 0;
 }
@@ -284,6 +306,7 @@ static void finish(Lane *l, Op *op, int status) {
     while (l->last && l->last->next) l->last = l->last->next;
     op->status = status;
     op->done = 1;
+    l->pending--;
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->mutex);
 }

@@ -74,9 +74,10 @@ static int fits(Engine *e, Op *op, int from, const Header *h) {
 
 static int send_step(Engine *e, Op *op) {
     Channel *c = channel(e, e->rank, op->root);
-    uint64_t head = atomic_load_explicit(&c->head, memory_order_relaxed);
-    uint64_t room = RING - (head - atomic_load_explicit(&c->tail, memory_order_acquire));
-    uint64_t before_ = head;
+    uint64_t head = e->head[op->root];
+    uint64_t used = head - atomic_load_explicit(&c->tail, memory_order_acquire);
+    if (used > RING) return e->bad_channels |= (uint64_t)1 << op->root, 0;
+    uint64_t room = RING - used, before_ = head;
     if (!op->started) {
         if (room < sizeof(Header)) return 0;
         Header h = {op->tag, own_bytes(op), ++e->sent[op->root], op->dtype, 0};
@@ -92,6 +93,7 @@ static int send_step(Engine *e, Op *op) {
     op->moved += bytes;
     head += bytes;
     if (head == before_ && op->moved < own_bytes(op)) return 0;
+    e->head[op->root] = head;
     atomic_store_explicit(&c->head, head, memory_order_release);
     ring_bell(e, op->root);
     return 1;
@@ -133,20 +135,24 @@ static int direct_message(Lane *l, Engine *e, int from, Incoming *in) {
     if (!somebody_waits(e, from)) return 0;
     in->stash = malloc(sizeof(Stash) + in->header.bytes);
     if (in->stash) in->stash->header = in->header;
+    else e->no_room = 1;
     return in->stash != NULL;
 }
 
 static int recv_step(Lane *l, Engine *e, int from) {
     Channel *c = channel(e, from, e->rank);
     Incoming *in = &e->incoming[from];
-    uint64_t tail = atomic_load_explicit(&c->tail, memory_order_relaxed);
+    uint64_t tail = e->tail[from];
     uint64_t ready = atomic_load_explicit(&c->head, memory_order_acquire) - tail;
+    if (ready > RING) return e->bad_channels |= (uint64_t)1 << from, 0;
     if (!in->open) {
         if (ready < sizeof(Header)) return 0;
         *in = (Incoming){.open = 1};
         ring_read(c, tail, &in->header, sizeof(Header));
+        if (in->header.bytes >> 62 || in->header.dtype > 255) return e->bad_channels |= (uint64_t)1 << from, 0;
         tail += sizeof(Header);
         ready -= sizeof(Header);
+        e->tail[from] = tail;
         atomic_store_explicit(&c->tail, tail, memory_order_release);
     }
     if (!in->op && !in->stash && !in->drop && !direct_message(l, e, from, in)) return 0;
@@ -155,6 +161,7 @@ static int recv_step(Lane *l, Engine *e, int from) {
     uint8_t *to = in->op ? in->op->out : in->stash ? in->stash->data : NULL;
     if (to && bytes) ring_read(c, tail, to + in->moved, bytes);
     in->moved += bytes;
+    e->tail[from] = tail + bytes;
     atomic_store_explicit(&c->tail, tail + bytes, memory_order_release);
     if (bytes) ring_bell(e, from);
     if (in->moved < in->header.bytes) return bytes > 0;
@@ -252,6 +259,19 @@ static int peers_are_well(Engine *e) {
     return !dead(e, others);
 }
 
+/* Ends all transfers when a channel cannot be believed any more, or what comes cannot be kept. */
+static void give_up(Lane *l, Engine *e) {
+    Op **lists[] = {&e->sending, &e->receiving};
+    for (int i = 0; i < 2; i++)
+        while (*lists[i]) {
+            Op *op = *lists[i];
+            int status = e->bad_channels ? GARBLED : NO_MEMORY;
+            fault(e, op, status, e->rank, e->bad_channels ? e->bad_channels : (uint64_t)1 << e->rank);
+            forget(e, op);
+            settle(l, lists[i], op, status);
+        }
+}
+
 /* Ends the transfers that cannot go on; 1 when something changed. */
 static int weed(Lane *l, Engine *e, int64_t now) {
     Op **lists[] = {&e->sending, &e->receiving};
@@ -276,6 +296,7 @@ static int64_t pump_turn(Lane *l, int64_t until, int spin) {
         uint32_t heard = atomic_load(&me->bell);
         absorb(l, e);
         int moved = pump_step(l, e);
+        if (e->bad_channels || e->no_room) give_up(l, e);
         if (e->settled != settled || (!e->sending && !e->receiving)) return DONE;
         if (moved) continue;
         if (!until) return AGAIN;

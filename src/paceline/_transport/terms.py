@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import DisagreementError, RankUnableError
 
-PAGE = 4096  # sizes in shared memory are multiples of it, whatever the system's pages are
+PAGE = 65536  # sizes in shared memory are multiples of it, whatever the system's pages are
 _LIMITED_HEAP = 64 << 20  # bytes, where address space is limited
 
 

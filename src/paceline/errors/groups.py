@@ -328,6 +328,32 @@ class ForkedError(GroupClosedError):
 
 
 @dataclass(eq=False)
+class GarbledMemoryError(GroupError):
+    """What a rank has in shared memory is nothing that a rank writes there."""
+
+    reporter: int = -1
+
+    def __str__(self) -> str:
+        by = "" if self.reporter in (-1, self.rank) else f" (noticed by rank {self.reporter})"
+        return (
+            f"{self._here()} failed: the shared memory of {ranks_named(self.ranks)} is garbled"
+            f"{by}: it holds sizes or places that cannot be. The group is over on all ranks. "
+            "Look for code that writes out of bounds, on that rank first, and start again."
+            f"{self._explained()}"
+        )
+
+
+class MessageMemoryError(GroupError, MemoryError):
+    """This rank has no memory for a message that came before anybody asked for it."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self._here()} failed: no memory for a message that came before it was asked for. "
+            "The group is over on all ranks; receive messages in the order they are sent in."
+        )
+
+
+@dataclass(eq=False)
 class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
     """``Work.wait(timeout)`` gave up; the work itself goes on and can be waited for again."""
 
