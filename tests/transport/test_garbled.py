@@ -58,6 +58,15 @@ def claim(group: Group, **fields: int) -> None:
     word(group, PROGRESS).value = sequence << 24 | 1
 
 
+def past_the_barrier(group: Group, meeting: Meeting) -> None:
+    """Rank 1 goes on when rank 0 reads nothing of it any more."""
+    group.barrier()
+    if meeting.rank == 0:
+        meeting.store().set("past", b"")
+    else:
+        meeting.store().wait(["past"])
+
+
 LIES: dict[str, Callable[[Group], None]] = {
     "an offset far outside": lambda g: claim(g, offset=1 << 60),
     "an offset that wraps": lambda g: claim(g, offset=(1 << 64) - 1),
@@ -75,7 +84,7 @@ LIES: dict[str, Callable[[Group], None]] = {
 
 def hear_a_lie(meeting: Meeting, lie: str) -> list[int]:
     group = meeting.new_group("shm", timeout=timedelta(seconds=20))
-    group.barrier()
+    past_the_barrier(group, meeting)
     tensor = group.allocate(50_000)
     if meeting.rank == 1:
         LIES[lie](group)
@@ -97,7 +106,7 @@ def test_a_rank_is_named_that_tells(lie: str) -> None:
 
 def hear_an_unknown_type(meeting: Meeting) -> str:
     group = meeting.new_group("shm", timeout=timedelta(seconds=20))
-    group.barrier()
+    past_the_barrier(group, meeting)
     if meeting.rank == 1:
         claim(group, dtype=200, reduce=7)
         meeting.store().wait(["heard"])
@@ -118,7 +127,7 @@ def test_a_type_that_does_not_exist_is_told_as_such() -> None:
 def hear_noise(meeting: Meeting, seed: int) -> str:
     """Rank 1 scribbles over its own words; rank 0 ends with an error, or with what it asked for."""
     group = meeting.new_group("shm", timeout=timedelta(seconds=20))
-    group.barrier()
+    past_the_barrier(group, meeting)
     store = meeting.store()
     if meeting.rank == 1:
         source = random.Random(seed)
@@ -188,18 +197,11 @@ def test_unsealed_memory_of_a_rank_is_an_error_on_all() -> None:
 
 
 def keep_it_whole(meeting: Meeting) -> None:
-    segments: list[int] = []
-    real = shm.Segment.close_file
-
-    def close_file(segment: shm.Segment) -> None:
-        segments.append(os.dup(segment.fd))
-        real(segment)
-
-    shm.Segment.close_file = close_file  # type: ignore[method-assign]
-    with meeting.new_group("shm"):
+    with meeting.new_group("shm") as group:
+        fd = group._engine.shm._resources.segment.fd
         for size in (0, 1 << 40):
             with pytest.raises(PermissionError):
-                os.ftruncate(segments[0], size)
+                os.ftruncate(fd, size)
 
 
 def test_shared_memory_can_be_neither_cut_nor_grown() -> None:
