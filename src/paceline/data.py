@@ -33,7 +33,10 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     """This rank's samples of each epoch; in place of ``torch.utils.data.DistributedSampler``.
 
     Without ``num_replicas`` and ``rank`` these are the size and rank of ``group``, else of the
-    current process group, else of torch's default group. The order is torch's for the same
+    current process group, else of torch's default group. ``group`` may be a wrapped model: then it
+    is the model's. They are asked for whenever an iteration begins, so when the group has other
+    ranks (``Group.reconfigure``), or the model another group, the samples that are left are dealt
+    to those: ``sampler.load_state_dict(sampler.state_dict())``. The order is torch's for the same
     ``seed`` and epoch. With ``drop_last`` the samples that do not go around are left out, so that
     all ranks have equally many.
 
@@ -59,22 +62,53 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | Any = None,
     ) -> None:
-        if num_replicas is None or rank is None:
-            own, size = _rank_and_size(group or current_process_group())
-            rank = own if rank is None else rank
-            num_replicas = size if num_replicas is None else num_replicas
-        if not 0 <= rank < num_replicas:
+        self._given = rank, num_replicas
+        self._group = group if group is not None else current_process_group()
+        self._known = -1, -1
+        if not 0 <= self.rank < self.num_replicas:
             raise ValueError(
-                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]"
+                f"Invalid rank {self.rank}, rank should be in the interval "
+                f"[0, {self.num_replicas - 1}]"
             )
         self.dataset = cast("Dataset[Any]", dataset)
-        self.num_replicas, self.rank = num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self._position = 0  # up to which all ranks together have dealt this epoch
         self._start = 0  # where the next iteration begins
+
+    # -- whom it deals to ---------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank, as the group counts now."""
+        given = self._given[0]
+        return self._now()[0] if given is None else given
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        self._given = value, self._given[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks the group has now."""
+        given = self._given[1]
+        return self._now()[1] if given is None else given
+
+    @num_replicas.setter
+    def num_replicas(self, value: int) -> None:
+        self._given = self._given[0], value
+
+    def _now(self) -> tuple[int, int]:
+        group = getattr(self._group, "process_group", self._group)
+        if group is not None or self._known[0] < 0 or dist.is_initialized():
+            self._known = _rank_and_size(group)
+        return self._known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy deals to the ranks of now: it has no group to ask."""
+        return {**self.__dict__, "_group": None, "_given": (self.rank, self.num_replicas)}
 
     # -- how an epoch is dealt ----------------------------------------------------------------
 
@@ -104,7 +138,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         self._position = start
         row, own, end = self._row(), self._own(start), self._end(start)
         for drawn, index in enumerate(row[own.start : own.stop : own.step].tolist(), 1):
-            self._position = min(start + drawn * self.num_replicas, end)
+            self._position = min(start + drawn * own.step, end)
             yield index
         self._position = end
 
@@ -169,7 +203,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         self.epoch, self._start, self._position = epoch, position, position
 
 
-def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+def _rank_and_size(group: Any) -> tuple[int, int]:
     if group is None:
         return dist.get_rank(), dist.get_world_size()  # which say what to do if there is no group
     return group.rank(), group.size()

@@ -164,7 +164,7 @@ class Replica:
             self._begin_anew(keep=self.trained)
 
     def _begin_anew(self, keep: Collection[str] = ()) -> None:
-        self._refuse_if_sharded("parameters were frozen or thawed")
+        self.refuse_if_sharded("parameters were frozen or thawed")
         self.verify()
         old, before = self.reducer, self.trained
         old.retire()
@@ -393,7 +393,8 @@ class Replica:
             raise ShardingError(self.group.rank(), unfit)
         return self.reducer.shard()
 
-    def _refuse_if_sharded(self, what: str) -> None:
+    def refuse_if_sharded(self, what: str) -> None:
+        """Raise if an optimizer holds this rank's part of the gradients."""
         if self.reducer.layout.sharded:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: {what} while an optimizer holds a shard of the "
@@ -406,7 +407,7 @@ class Replica:
 
     def move_to(self, group: Group) -> None:
         """Go on in another group; every one of its ranks does so at the same time."""
-        self._refuse_if_sharded("the group was changed")
+        self.refuse_if_sharded("the group was changed")
         self.group = group
         pending.watch(self)
         for reducer in (self.reducer, *self.companions):

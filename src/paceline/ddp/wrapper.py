@@ -44,6 +44,7 @@ from .joining import (
     sync_final_model,
 )
 from .mixed_precision import Caster, _MixedPrecision, strip
+from .moving import Move
 from .replica import Replica, Weighing
 from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
@@ -534,13 +535,25 @@ class DistributedDataParallel(TorchNames, Joinable):
         return twin
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
-        """Go on in another group; its ranks agree on buckets anew, whatever they had before."""
+        """Go on in another group; its ranks agree on buckets anew, whatever they had before.
+
+        A communication hook and SyncBatchNorm layers that were given the old group follow.
+        """
         self._has_rebuilt_buckets = False
         if _rank_not_in_group(new_process_group):
             self._replica.reducer.forget_plan()
             return
+        self._replica.refuse_if_sharded("the group was changed")
+        group = torch_args.wrapped_group(new_process_group, self.device)
+        move = Move((self.process_group, self._replica.group), (new_process_group, group))
+        hooks = [move.hook(hook) for hook in self._comm_hooks]
         self.process_group = new_process_group
-        self._replica.move_to(torch_args.wrapped_group(new_process_group, self.device))
+        move.layers(self.module)
+        self._replica.move_to(group)
+        for (hook, state), (_, before) in zip(hooks, self._comm_hooks, strict=True):
+            if state is not before:
+                self._replica.set_hook(state, hook)
+        self._comm_hooks[:] = hooks
 
 
 def _names_of(

@@ -81,7 +81,7 @@ class CodecHook:
         self._owned: Held = {}  # the same of the averages that are this rank's to encode
         self._weight = 1.0  # what the gradients were multiplied by of which something is left
         self._meter = Meter()
-        self._given = process_group
+        self.process_group = process_group  # None: the wrapper's
         self._ddp: Callable[[], Any] = lambda: None
         self._line: MeteredGroup | None = None
         self._agreed = False
@@ -281,7 +281,7 @@ class CodecHook:
 
     def _connect(self) -> MeteredGroup:
         """A line to the group as it is now; the wrapper may have moved to another one."""
-        given = self._given or getattr(self._ddp(), "process_group", None)
+        given = self.process_group or getattr(self._ddp(), "process_group", None)
         given = group_or_default(given)
         if self._line is None or self._line.source is not given or not self._line.current:
             if self._line is not None:

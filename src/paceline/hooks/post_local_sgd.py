@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .._exchange import done, gather_later, mean_later, part_of
+from ..errors import HookStateError
 from ..groups import group_or_default
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class PostLocalSGDState:
     """
 
     __slots__ = [
+        "_opened",
         "iter",
         "post_local_gradient_allreduce",
         "process_group",
@@ -48,7 +50,20 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        self._opened = False  # the subgroup is one that this state has opened
         log.info("Local SGD will be started after %s steps.", start_localSGD_iter)
+
+    def follow_group(self, process_group: ProcessGroup) -> None:
+        """Go on in another group, as the wrapper does; a subgroup of the old one is opened anew."""
+        if self.subgroup is not None and not self._opened:
+            raise HookStateError(
+                f"rank {process_group.rank()}: the wrapper is to go on in another group, and "
+                "PostLocalSGDState has a subgroup of the old one. Nothing was changed here; every "
+                "rank with such a state stops.",
+                "Before the wrapper changes its group, set state.subgroup to None for the ranks of "
+                "each machine, or state.process_group and state.subgroup to new ones.",
+            )
+        self.process_group, self.subgroup = process_group, None
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Count a step when its last bucket comes."""
@@ -70,6 +85,7 @@ def post_localSGD_hook(
     if state.subgroup is None:
         group = group_or_default(state.process_group)
         state.subgroup = _on_this_machine(group, bucket.buffer().device)
+        state._opened = True
     return mean_later(state.subgroup, bucket.buffer())
 
 

@@ -219,6 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         **kwargs: Any,
     ) -> float | None:
         """Step this rank's part; the other ranks do not learn of it yet."""
+        self._refuse_other_ranks()
         Join.notify_join_context(self)
         if gradients is not None:
             raise OptimizerStateError(
@@ -355,8 +356,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
     # -- state dicts --------------------------------------------------------------------------
 
+    def _refuse_other_ranks(self) -> None:
+        """The state is spread over the ranks the group had; others have parts that nobody has."""
+        now = self._group.rank(), self._group.size()
+        if now != (self.rank, self.world_size):
+            raise OptimizerStateError(
+                f"rank {now[0]} of {now[1]}: the group has other ranks than when this "
+                f"ZeroRedundancyOptimizer was made (then this was rank {self.rank} of "
+                f"{self.world_size}), and the state of those that left is gone. Nothing was "
+                "stepped; every rank of the group raises this.",
+                "Make the optimizer anew, and load a state that was saved before: it may come from "
+                "any number of ranks.",
+            )
+
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all parameters to rank ``to``; every rank calls it."""
+        self._refuse_other_ranks()
         self._check_overlap_initialized()
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         own = [share.pack() for share in shares_of(self._pieces, self.optim.state)]
