@@ -119,6 +119,7 @@ EXPORTS = {
         "Engine",
         "FINISHED",
         "Group",
+        "GroupOptions",
         "ProcessGroup",
         "ProcessGroupFactory",
         "ReduceOp",

@@ -15,6 +15,7 @@ from .factory import (
     register_backend,
 )
 from .group import Group
+from .options import GroupOptions
 from .torch_world import offer_to_init_process_group, store_of
 from .traffic import Traffic
 from .work import FINISHED, Work
@@ -28,6 +29,7 @@ __all__ = [
     "Capabilities",
     "Engine",
     "Group",
+    "GroupOptions",
     "ProcessGroup",
     "ProcessGroupFactory",
     "ReduceOp",

@@ -34,6 +34,7 @@ from .engine import Engine
 from .fake_backend import FakeEngine
 from .group import Group
 from .hybrid_backend import HybridEngine
+from .options import GroupOptions
 from .shm_backend import ShmEngine
 from .strict import Checks, check_setting
 from .threads_backend import ThreadsEngine
@@ -168,6 +169,25 @@ def _meet(
 
 Opener = Callable[..., Engine]  # (store, rank, size, timeout, device, **options)
 
+# by backend; with the options it knows, and the most ranks it takes
+_openers: dict[str, tuple[Opener, Sequence[str] | None, int | None]] = {}
+
+
+def open_engine(store: Store, rank: int, size: int, options: GroupOptions) -> Engine:
+    """The engine that ``options`` ask for; every rank calls it. Only backends of ours have one."""
+    if options.backend not in _openers:
+        raise UnknownBackendError(options.backend, known=sorted(_openers))
+    opener, known, most = _openers[options.backend]
+    given = options.backend_options
+    if known is not None and (unknown := sorted(set(given) - set(known))):
+        raise UnexpectedOptionError(options.backend, unknown, known)
+    if most is not None and size > most:
+        raise EngineUnavailableError(options.backend, f"{size} ranks, and it takes {most}", rank)
+    if options.backend != "fake":  # it has no peers
+        own = {} if options.backend == "nccl" else dict(given)
+        agree_on(store, rank, size, options.timeout, facts_of(options.backend, options.device, own))
+    return opener(store, rank, size, options.timeout, options.device, **given)
+
 
 def _offer(
     name: str, known: Sequence[str] | None = (), most: int | None = None
@@ -186,27 +206,11 @@ def _offer(
             device: torch.device,
             **kwargs: object,
         ) -> Group:
-            if known is not None and (unknown := sorted(set(kwargs) - set(known))):
-                raise UnexpectedOptionError(name, unknown, known)
+            options = GroupOptions(name, timeout, device, kwargs)
+            engine = open_engine(store, rank, world_size, options)
+            return Group(engine, rank, world_size, options=options, store=store, reopen=open_engine)
 
-            def reopen(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
-                if most is not None and size > most:
-                    raise EngineUnavailableError(name, f"{size} ranks, and it takes {most}", rank)
-                if name != "fake":  # it has no peers
-                    facts = facts_of(name, device, {} if name == "nccl" else kwargs)
-                    agree_on(store, rank, size, timeout, facts)
-                return opener(store, rank, size, timeout, device, **kwargs)
-
-            return Group(
-                reopen(store, rank, world_size, timeout),
-                rank,
-                world_size,
-                timeout=timeout,
-                device=device,
-                store=store,
-                reopen=reopen,
-            )
-
+        _openers[name] = opener, known, most
         register_backend(name, factory)
         return opener
 

@@ -6,14 +6,13 @@ A group is made, passed, split and ended like any other object; nothing is regis
 back. It *is* a ``torch.distributed.ProcessGroup``, so everything in torch that takes a group takes
 it: DistributedDataParallel, fully_shard, DTensor, the functional collectives.
 
-``collectives.py`` has what it does for its ranks and says how those methods are called; this file
-has what a group is: who is in it, where it ends, and which other groups come out of it.
+``collectives.py`` has what it does for its ranks and says how those methods are called;
+``lineage.py`` which other groups come out of it; this file has what a group is, and where it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import weakref
@@ -31,26 +30,20 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from .._transport import Clock
-from ..errors import (
-    CollectiveArgumentError,
-    MonitoredBarrierError,
-    UnsupportedError,
-)
+from ..errors import MonitoredBarrierError
 from ..recorder import events
 from . import objects, torch_world
-from .checks import Checker
-from .collectives import FORKED, Collectives, Hooks, Timeout
+from .collectives import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
 from .foreign_backend import ForeignEngine
-from .launcher import going_on, tell_left
+from .lineage import Lineage, Reopen
+from .options import GroupOptions
 from .strict import Checks
 from .torch_backend import TorchEngine
 from .work import Together
 
-Reopen = Callable[[Store, int, int, timedelta], Engine]
 
-
-class Group(Collectives):
+class Group(Lineage):
     """One rank's end of a process group."""
 
     def __init__(
@@ -59,24 +52,16 @@ class Group(Collectives):
         rank: int,
         size: int,
         *,
-        timeout: timedelta,
-        device: torch.device,
+        options: GroupOptions,
         store: Store | None = None,
         reopen: Reopen | None = None,
         members: Sequence[int] | None = None,
         wrapped: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(engine, rank, size, timeout.total_seconds())
-        self.device = device
-        self._store = store
-        self._reopen = reopen
-        self._members = tuple(members if members is not None else range(size))
+        super().__init__(engine, rank, size, options, store, reopen, members)
         self._lock = threading.Lock()
-        self._checks: Checks = "warn"
         self._registered = False
         self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
-        self._barriers = itertools.count()
-        self._group_name = self._group_desc = ""
         if isinstance(engine, TorchEngine):
             engine.lend_to(self)
         self._open_board(wrapped)
@@ -122,20 +107,6 @@ class Group(Collectives):
     getRank, getSize = rank, size
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The group's ranks, numbered as in the group that it was first split from."""
-        return self._members
-
-    @property
-    def store(self) -> Store | None:
-        """Where the ranks of the group met; None where there was no need."""
-        return self._store
-
-    def get_group_store(self) -> Store:
-        """The same, as torch asks for it."""
-        return self._need_store("get_group_store")
-
-    @property
     def capabilities(self) -> Capabilities:
         """What the group's engine can do."""
         return self._engine.capabilities
@@ -179,6 +150,7 @@ class Group(Collectives):
     def set_timeout(self, timeout: Timeout) -> None:
         """Change :attr:`timeout` for calls from now on."""
         self._timeout = self._seconds(timeout)
+        self._options = self._options.changed(timeout=self.timeout)
 
     _set_default_timeout = set_timeout
 
@@ -270,111 +242,6 @@ class Group(Collectives):
         self._hooks[handle.id] = Hooks(before, after, on_error)
         return handle
 
-    # -- other groups -------------------------------------------------------------------------
-
-    def split(
-        self,
-        ranks: Sequence[int] | Sequence[Sequence[int]],
-        *,
-        timeout: timedelta | None = None,
-    ) -> Group | None:
-        """A group of some of this group's ranks; None on a rank that is in none of them.
-
-        ``ranks`` are ranks of this group, or several such lists, of any lengths; the order gives
-        the new ranks. Only the ranks that are in a new group need to call it.
-        """
-        parts = _parts(ranks)
-        flat = [r for part in parts for r in part]
-        if len(set(flat)) != len(flat) or not all(0 <= r < self._size for r in flat):
-            expected = f"different ranks below {self._size}"
-            raise CollectiveArgumentError(self._rank, "split", "ranks", expected, str(ranks))
-        mine = next((part for part in parts if self._rank in part), None)
-        if mine is None:
-            return None
-        store = self._fresh_store("split", mine)
-        return self._open(store, mine.index(self._rank), mine, timeout)
-
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: object = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: object = None,
-    ) -> Group | None:
-        """:meth:`split`, as torch calls it."""
-        group = self.split(ranks, timeout=timeout)
-        if group is not None and group_name is not None:
-            group.setGroupName(group_name)
-        if group is not None and group_desc is not None:
-            group.setGroupDesc(group_desc)
-        return group
-
-    def merge(self, store: Store, size: int, *, timeout: timedelta | None = None) -> Group:
-        """One group of the ranks of this group and of others that call it with the same store.
-
-        ``size`` is the number of ranks of all of them together. Groups are lined up in the order
-        in which their first ranks arrive; within a group the order stays.
-        """
-        start = 0
-        if self._rank == 0:
-            start = store.add("merge/ranks", self._size) - self._size
-        start = int(self.broadcast_object(start))  # type: ignore[call-overload]
-        if start + self._size > size:
-            expected = f"the size of all groups, at least {start + self._size}"
-            raise CollectiveArgumentError(self._rank, "merge", "size", expected, str(size))
-        merged = PrefixStore("merge", store)
-        return self._open(merged, start + self._rank, range(size), timeout)
-
-    def merge_remote_group(
-        self,
-        store: Store,
-        size: int,
-        timeout: timedelta = timedelta(minutes=30),
-        group_name: str | None = None,
-        group_desc: str | None = None,
-    ) -> Group:
-        """:meth:`merge`, as torch calls it."""
-        group = self.merge(store, size, timeout=timeout)
-        if group_name is not None:
-            group.setGroupName(group_name)
-        if group_desc is not None:
-            group.setGroupDesc(group_desc)
-        return group
-
-    def reconfigure(self, members: Sequence[int], *, timeout: timedelta | None = None) -> Self:
-        """Go on as a group of some of the present ranks; whoever holds this group keeps it.
-
-        ``members`` are present ranks, in the order of the new ones; every one of them calls it, and
-        the rest need not be alive. What is under way is aborted. A rank that is not a member is
-        left with a closed group.
-        """
-        new = list(members)
-        if not new or len(set(new)) != len(new) or not all(0 <= r < self._size for r in new):
-            expected = f"different ranks below {self._size}"
-            raise CollectiveArgumentError(self._rank, "reconfigure", "members", expected, str(new))
-        if self._closed == FORKED:
-            self._alive("reconfigure")
-        self._engine.abort()
-        self._engine.shutdown()
-        if self._rank not in new:
-            self._closed = "left by reconfigure"
-            tell_left(self._members[self._rank])
-            return self
-        rank, store = new.index(self._rank), self._fresh_store("reconfigure", new)
-        job_ranks = self._members
-        with going_on(job_ranks[self._rank], job_ranks, [job_ranks[r] for r in new]):
-            self._engine = self._reopened(store, rank, len(new), timeout)
-        self._members = tuple(job_ranks[r] for r in new)
-        self._rank, self._size, self._store, self._closed = rank, len(new), store, ""
-        self.traffic.resize(len(new))
-        self._checker = Checker(rank, len(new), self._engine)
-        if self.board is not None:
-            self.board.close()
-        self._open_board()
-        return self
-
     @classmethod
     def wrap(cls, inner: ProcessGroup, device: torch.device | str = "cpu") -> Group:
         """Any torch group with our interface around it; a Group is returned as it is."""
@@ -387,8 +254,7 @@ class Group(Collectives):
             kind(inner, name, device),
             inner.rank(),
             inner.size(),
-            timeout=timeout,
-            device=device,
+            options=GroupOptions(name, timeout, device),
             members=torch_world.members_of(inner),
             wrapped=inner,
         )
@@ -471,39 +337,17 @@ class Group(Collectives):
         if self.backend != "fake":
             self._closed = FORKED
 
-    def _need_store(self, what: str) -> Store:
-        if self._closed == FORKED:
-            self._alive(what)
-        if self._store is None:
-            remedy = "Make the group with new_group(..., store=...)."
-            raise UnsupportedError(self.backend, f"{what} without a store", remedy, self._rank)
-        return self._store
-
-    def _fresh_store(self, purpose: str, ranks: Sequence[int]) -> Store:
-        """A corner of the store that the same ranks have not used for the same purpose before."""
-        key = f"{purpose}/{','.join(map(str, ranks))}"
-        store = self._need_store(purpose)
-        turn = store.add(f"{key}/turn/{self._rank}", 1)
-        return PrefixStore(f"{key}/{turn}", store)
-
-    def _reopened(self, store: Store, rank: int, size: int, timeout: timedelta | None) -> Engine:
-        if self._reopen is None:
-            remedy = "Make the group with new_group."
-            raise UnsupportedError(self.backend, "making another group like it", remedy, self._rank)
-        return self._reopen(store, rank, size, timeout or self.timeout)
-
-    def _open(
-        self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta | None
-    ) -> Group:
-        group = Group(
-            self._reopened(store, rank, len(ranks), timeout),
+    def _like_this(
+        self, engine: Engine, rank: int, members: Sequence[int], options: GroupOptions, store: Store
+    ) -> Self:
+        group = type(self)(
+            engine,
             rank,
-            len(ranks),
-            timeout=timeout or self.timeout,
-            device=self.device,
+            len(members),
+            options=options,
             store=store,
             reopen=self._reopen,
-            members=[self._members[r] if r < self._size else r for r in ranks],
+            members=members,
         )
         group.set_checks(self._checks)
         return group
@@ -547,12 +391,6 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
-    if ranks and not isinstance(ranks[0], int):
-        return [list(part) for part in ranks]  # type: ignore[arg-type]
-    return [list(ranks)]  # type: ignore[arg-type]
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

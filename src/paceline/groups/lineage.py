@@ -1,0 +1,286 @@
+# mypy: disable-error-code="override"
+"""Lineage: which other groups come out of a group, and what they inherit.
+
+``split`` makes smaller ones, ``merge`` one of several, ``reconfigure`` another one in place of this
+one. All ranks of a new group meet in a store (``meetings.py``) and open an engine of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store
+from typing_extensions import Self
+
+from ..errors import CollectiveArgumentError, UnsupportedError
+from .checks import Checker
+from .collectives import FORKED, Collectives
+from .engine import Engine
+from .launcher import going_on, tell_left
+from .meetings import Meetings
+from .merging import Merging, Part
+from .options import GroupOptions
+from .strict import Checks
+
+Reopen = Callable[[Store, int, int, GroupOptions], Engine]
+
+
+class Lineage(Collectives):
+    """Where a group comes from and what comes out of it; :class:`Group` is the rest."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        size: int,
+        options: GroupOptions,
+        store: Store | None,
+        reopen: Reopen | None,
+        members: Sequence[int] | None,
+    ) -> None:
+        super().__init__(engine, rank, size, options.timeout.total_seconds())
+        self._options = options
+        self._store = self._home = store  # the latter stays the same, whatever becomes of members
+        self._reopen = reopen
+        self._members = tuple(members if members is not None else range(size))
+        self._checks: Checks = "warn"
+        self._barriers = itertools.count()
+        self._group_name = self._group_desc = ""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The group's ranks, numbered as in the group that it was first split from."""
+        return self._members
+
+    @property
+    def options(self) -> GroupOptions:
+        """What the group was opened with; :meth:`set_timeout` changes its timeout."""
+        return self._options
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the group was opened for."""
+        return self._options.device
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks of the group met; None where there was no need."""
+        return self._store
+
+    def get_group_store(self) -> Store:
+        """The same, as torch asks for it."""
+        return self._need_store("get_group_store")
+
+    def split(
+        self,
+        ranks: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        **backend_options: object,
+    ) -> Self | None:
+        """A group of some of this group's ranks; None on a rank that is in none of them.
+
+        ``ranks`` are ranks of this group, or several such lists, of any lengths; the order gives
+        the new ranks. Only the ranks that are in a new group need to call it. It has this group's
+        :attr:`options`, or those that are given.
+        """
+        return self._split(ranks, self._options.changed(backend, timeout, device, backend_options))
+
+    def _split(
+        self, ranks: Sequence[int] | Sequence[Sequence[int]], options: GroupOptions
+    ) -> Self | None:
+        self._alive("split")
+        parts = _parts(ranks)
+        self._check_ranks("split", "ranks", [r for part in parts for r in part])
+        mine = next((part for part in parts if self._rank in part), None)
+        if mine is None:
+            return None
+        store, engine = self._meet(self._need_store("split"), "split", mine, options)
+        members = [self._members[r] for r in mine]
+        return self._like_this(engine, mine.index(self._rank), members, options, store)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> Self | None:
+        """:meth:`split`, as torch calls it.
+
+        ``opts`` are options of a group of ours, or torch's for its backend.
+        """
+        options = self._options.taken_from(opts).changed(timeout=timeout)
+        group = self._split(ranks, options)
+        return None if group is None else group._named(group_name, group_desc)
+
+    def merge(
+        self,
+        store: Store,
+        size: int,
+        *,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        **backend_options: object,
+    ) -> Self:
+        """One group of the ranks of this group and of others that call it with the same store.
+
+        ``size`` is the number of ranks of all of them together. Groups are lined up in the order
+        in which their first ranks arrive; within a group the order stays. :attr:`members` stay the
+        same; where two groups have the same one, the later gets a new number. It has this group's
+        :attr:`options`, or those that are given; all groups must have the same.
+        """
+        self._alive("merge")
+        reopen = self._need_reopen()
+        options = self._options.changed(backend, timeout, device, backend_options)
+        token = torch.tensor([secrets.randbits(62)], device=self.device)
+        self.broadcast(token, 0)  # all ranks of this group go by it
+        merging = Merging(
+            store,
+            size,
+            Part(self._members, f"{options.described()}, checks={self._checks}"),
+            rank=self._rank,
+            token=str(int(token)),
+            timeout=options.timeout,
+        )
+        place, members = merging.line_up()
+        rank = place.before + self._rank
+        corner, engine = merging.open(place, lambda room: reopen(room, rank, size, options))
+        return self._like_this(engine, rank, members, options, corner)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Self:
+        """:meth:`merge`, as torch calls it."""
+        return self.merge(store, size, timeout=timeout)._named(group_name, group_desc)
+
+    def _named(self, name: str | None, description: str | None) -> Self:
+        if name is not None:
+            self._group_name = name
+        if description is not None:
+            self._group_desc = description
+        return self
+
+    def reconfigure(self, members: Sequence[int], *, timeout: timedelta | None = None) -> Self:
+        """Go on as a group of some of the present ranks; whoever holds this group keeps it.
+
+        ``members`` are present ranks, in the order of the new ones; every one of them calls it, and
+        the rest need not be alive. What is under way is aborted. A rank that is not a member is
+        left with a closed group.
+
+        When not all members come in time, it raises on those that did, and the group stays closed;
+        they may call it again, with the same members or others, each as often as it needs to.
+        """
+        if self._closed in ("shut down", FORKED):
+            self._alive("reconfigure")
+        new = list(members)
+        self._check_ranks("reconfigure", "members", new or [-1])
+        home, options = self._need_home(), self._options.changed(timeout=timeout)
+        self._need_reopen()
+        before, after = self._members, [self._members[r] for r in new]
+        if self._rank not in new:
+            self._close_engine("left by reconfigure")
+            tell_left(before[self._rank])
+            return self
+        self._close_engine("aborted")
+        with going_on(before[self._rank], before, after):
+            store, engine = self._meet(home, "reconfigure", new, options)
+        self._adopt(engine, new.index(self._rank), after, store)
+        return self
+
+    def _close_engine(self, why: str) -> None:
+        self._closed = why
+        self._engine.abort()
+        self._engine.shutdown()
+
+    def _adopt(self, engine: Engine, rank: int, members: Sequence[int], store: Store) -> None:
+        """Go on with another engine; counts that ranks must agree on begin anew."""
+        size = len(members)
+        self._engine, self._members = engine, tuple(members)
+        self._rank, self._size, self._store = rank, size, store
+        self._barriers, self._sequence = itertools.count(), itertools.count(1)
+        self.traffic.resize(size)
+        self._checker = Checker(rank, size, engine)
+        if self.board is not None:
+            self.board.close()
+        self._open_board()
+        self._closed = ""
+
+    def _need_home(self) -> Store:
+        self._need_store("reconfigure")
+        assert self._home is not None, "it is set together with the store"
+        return self._home
+
+    def _need_store(self, what: str) -> Store:
+        if self._closed == FORKED:
+            self._alive(what)
+        if self._store is None:
+            remedy = "Make the group with new_group(..., store=...)."
+            raise UnsupportedError(
+                self._engine.capabilities.backend, f"{what} without a store", remedy, self._rank
+            )
+        return self._store
+
+    def _check_ranks(self, operation: str, argument: str, ranks: Sequence[int]) -> None:
+        right = all(isinstance(r, int) and 0 <= r < self._size for r in ranks)
+        if not right or len(set(ranks)) != len(ranks):
+            expected = f"different ranks below {self._size}"
+            raise CollectiveArgumentError(
+                self._rank, operation, argument, expected, str(list(ranks))
+            )
+
+    def _meet(
+        self, store: Store, purpose: str, ranks: Sequence[int], options: GroupOptions
+    ) -> tuple[Store, Engine]:
+        """Meet ``ranks`` of this group, in their order, and open an engine with them."""
+        names = [str(self._members[r]) for r in ranks]
+        meetings = Meetings(
+            store,
+            f"{purpose}/{','.join(names)}",
+            len(ranks),
+            options.timeout,
+            rank=self._rank,
+            name=str(self._members[self._rank]),
+            names=names,
+        )
+        reopen, rank = self._need_reopen(), ranks.index(self._rank)
+        return meetings.open(
+            meetings.arrive(), lambda room: reopen(room, rank, len(ranks), options)
+        )
+
+    def _need_reopen(self) -> Reopen:
+        if self._reopen is None:
+            backend, remedy = self._engine.capabilities.backend, "Make the group with new_group."
+            raise UnsupportedError(backend, "making another group like it", remedy, self._rank)
+        return self._reopen
+
+    @abstractmethod
+    def _like_this(
+        self, engine: Engine, rank: int, members: Sequence[int], options: GroupOptions, store: Store
+    ) -> Self:
+        """A group of its own around an engine that was opened for it."""
+
+    @abstractmethod
+    def _open_board(self) -> None:
+        """Let calls be recorded."""
+
+
+def _parts(ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    if ranks and isinstance(ranks[0], Sequence):
+        return [list(part) for part in ranks]  # type: ignore[arg-type]
+    return [list(ranks)]  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""GroupOptions: what a group was opened with, and hands on to those that come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+_NCCL = ("config", "is_high_priority_stream")  # of torch's options for it, those that are its own
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The arguments of :func:`paceline.new_group` that say what kind of group it is.
+
+    ``Group.split`` and ``Group.merge`` hand them on, and take others. ``backend`` is the one that
+    was asked for, which may be ``auto``; the one that was chosen is ``Group.backend``.
+    """
+
+    backend: str
+    timeout: timedelta
+    device: torch.device
+    backend_options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout, timedelta):
+            kind = type(self.timeout).__name__
+            raise TypeError(f"timeout: expected a datetime.timedelta, got {kind}")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout: expected more than no time, got {self.timeout}")
+        object.__setattr__(self, "device", torch.device(self.device))
+        frozen = MappingProxyType(dict(self.backend_options))
+        object.__setattr__(self, "backend_options", frozen)
+
+    @property
+    def _timeout(self) -> timedelta:
+        """The timeout, by the name it has in torch's options."""
+        return self.timeout
+
+    def changed(
+        self,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        device: torch.device | str | None = None,
+        backend_options: Mapping[str, object] | None = None,
+    ) -> GroupOptions:
+        """These with others where others are given. Another backend begins without options."""
+        kept = self.backend_options if backend in (None, self.backend) else {}
+        return replace(
+            self,
+            backend=backend or self.backend,
+            timeout=timeout or self.timeout,
+            device=torch.device(device or self.device),
+            backend_options={**kept, **(backend_options or {})},
+        )
+
+    def described(self) -> str:
+        """What all ranks of one group must have in common, in one line."""
+        given = ", ".join(f"{k}={v!r}" for k, v in sorted(self.backend_options.items()))
+        return f"{self.backend} on {self.device.type}" + (f" with {given}" if given else "")
+
+    def taken_from(self, given: Any) -> GroupOptions:
+        """What ``split_group`` makes of its ``opts``: options of ours, or torch's for a backend."""
+        if given is None or isinstance(given, GroupOptions):
+            return given or self
+        own = {name: getattr(given, name) for name in _NCCL if hasattr(given, name)}
+        return self.changed(timeout=given._timeout, backend_options=own)

@@ -1,0 +1,402 @@
+"""Ranks that go on together meet, however often each of them has tried before."""
+
+import os
+import random
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from paceline import Group, new_group
+from paceline.errors import GroupClosedError, PeerDiedError, RendezvousError
+from paceline.groups.meetings import Meetings
+from paceline.groups.merging import renumbered
+from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.marks import USUAL, needs_shm
+
+LONG = timedelta(seconds=20)
+
+
+class Engine:
+    """Knows where it was opened, and whether it was ended."""
+
+    def __init__(self, room: Store) -> None:
+        self.room, self.ended = room, False
+
+    def abort(self) -> None:
+        self.ended = True
+
+    def shutdown(self) -> None:
+        assert self.ended
+
+
+def _meetings(store: Store, rank: int, ranks: list[int], timeout: timedelta) -> Meetings:
+    names = [str(r) for r in ranks]
+    return Meetings(
+        store, ",".join(names), len(ranks), timeout, rank=rank, name=str(rank), names=names
+    )
+
+
+def _open(store: Store, rank: int, ranks: list[int], timeout: timedelta) -> str:
+    """Meet and talk: the sum of what all ranks say in the room that they came to."""
+    meetings = _meetings(store, rank, ranks, timeout)
+    room, engine = meetings.open(meetings.arrive(), Engine)  # type: ignore[arg-type]
+    room.set(f"said/{rank}", str(rank))
+    room.wait([f"said/{r}" for r in ranks], LONG)
+    assert not engine.ended  # type: ignore[attr-defined]
+    return ",".join(room.get(f"said/{r}").decode() for r in ranks)
+
+
+def _store(kind: str) -> Store:
+    if kind == "hash":
+        return HashStore()
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _client(store: Store) -> Store:
+    """A handle of one rank's own: a TCPStore answers one question of a handle at a time."""
+    if isinstance(store, TCPStore):
+        return TCPStore("127.0.0.1", store.port, is_master=False)
+    return store
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_meet_however_often_each_has_tried(kind: str, seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = list(range(chance.randint(2, 4)))
+    store = _store(kind)
+    tries = [chance.choice([0, 0, 1, 3]) for _ in ranks]
+    tries[chance.choice(ranks)] = 0  # somebody is always late
+    pauses = [[chance.uniform(0.001, 0.03) for _ in range(n)] for n in tries]
+    gone = threading.Barrier(len(ranks))
+
+    def one_rank(rank: int) -> list[str]:
+        mine = _client(store)
+        for pause in pauses[rank]:
+            with pytest.raises(RendezvousError):  # somebody waits at the barrier
+                _open(mine, rank, ranks, timedelta(seconds=pause))
+        gone.wait(20)
+        return [_open(mine, rank, ranks, LONG) for _ in range(3)]  # and again, with nothing stale
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = list(pool.map(one_rank, ranks))
+    assert found == [[",".join(map(str, ranks))] * 3] * len(ranks)
+
+
+def test_a_rank_with_time_outlasts_those_that_give_up_and_come_back() -> None:
+    """Rank 0 waits once; rank 1 tries again and again; rank 2 comes after three of its failures."""
+    store, failed = HashStore(), threading.Semaphore(0)
+
+    def impatient() -> str:
+        while True:
+            try:
+                return _open(store, 1, [0, 1, 2], timedelta(milliseconds=100))
+            except RendezvousError:
+                failed.release()
+
+    def late() -> str:
+        for _ in range(3):
+            assert failed.acquire(timeout=20)
+        return _open(store, 2, [0, 1, 2], LONG)
+
+    with ThreadPoolExecutor(3) as pool:
+        patient = pool.submit(_open, store, 0, [0, 1, 2], LONG)
+        others = [pool.submit(impatient), pool.submit(late)]
+        assert [f.result(20) for f in (patient, *others)] == ["0,1,2"] * 3
+
+
+def test_the_missing_are_named_with_the_list_that_they_wait_for() -> None:
+    store = HashStore()
+
+    def wait_for(rank: int, ranks: list[int]) -> str:
+        with pytest.raises(RendezvousError) as caught:
+            _open(store, rank, ranks, timedelta(milliseconds=300))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(wait_for, [0, 1], [[0, 1, 2], [0, 1]])
+    assert "no sign of rank 1, which waits for 0,1; rank 2." in first
+    assert "no sign of rank 0, which waits for 0,1,2." in second
+
+
+def test_an_engine_that_cannot_be_opened_is_told_to_all_at_once_and_they_meet_again() -> None:
+    store, turn = HashStore(), threading.Barrier(3)
+
+    def one_rank(rank: int) -> tuple[str, str]:
+        made: list[Engine] = []
+
+        def opener(room: Store) -> Engine:
+            if rank == 1:
+                raise MemoryError("no memory left")
+            made.append(Engine(room))
+            return made[0]
+
+        meetings = _meetings(store, rank, [0, 1, 2], LONG)
+        with pytest.raises((RendezvousError, MemoryError)) as caught:
+            meetings.open(meetings.arrive(), opener)  # type: ignore[arg-type]
+        assert all(engine.ended for engine in made), "nobody goes on with half a group"
+        turn.wait(20)
+        return str(caught.value), _open(store, rank, [0, 1, 2], LONG)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(one_rank, range(3)))
+    assert [again for _, again in found] == ["0,1,2"] * 3
+    for rank in (0, 2):
+        assert "rank 1 could not go on: MemoryError: no memory left" in found[rank][0]
+
+
+def test_what_a_rank_left_behind_that_died_in_a_meeting_is_never_read_again() -> None:
+    """Its place was counted, and nobody closed the meeting for it."""
+    store = HashStore()
+    corner = PrefixStore("0,1", store)
+    corner.add("0/came", 1)
+    corner.set("0/card/0", b"junk")  # type: ignore[arg-type]
+    corner.compare_set("0/gate", "", '"full"')  # and who wrote this died before it could count it
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda r: _open(store, r, [0, 1], LONG), range(2)))
+    assert found == ["0,1"] * 2
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def _total(group: Group) -> float:
+    tensor = torch.tensor([float(group.members[group.rank()])])
+    group.all_reduce(tensor)
+    return tensor.item()
+
+
+@pytest.mark.parametrize("tries", [(0, 1, 2), (2, 0, 1), (3, 0, 0)])
+def test_survivors_that_tried_different_numbers_of_times_meet(tries: tuple[int, ...]) -> None:
+    ready = threading.Barrier(3)
+
+    def one_rank(group: Group) -> tuple[float, tuple[int, ...]]:
+        rank = group.rank()
+        if rank == 3:
+            group.shutdown()
+            return 0.0, ()
+        for _ in range(tries[rank]):
+            with pytest.raises(RendezvousError):
+                group.reconfigure([0, 1, 2], timeout=timedelta(milliseconds=30))
+            with pytest.raises(GroupClosedError):
+                group.barrier()
+        ready.wait(20)
+        group.reconfigure([0, 1, 2], timeout=LONG)
+        assert _total(group) == 3.0
+        group.reconfigure([2, 0]) if rank != 1 else group.shutdown()
+        return (0.0 if rank == 1 else _total(group)), group.members
+
+    found = run_ranks(4, one_rank)
+    assert [found[0], found[2]] == [(2.0, (2, 0))] * 2
+
+
+def test_a_list_that_cannot_be_met_is_given_up_for_another() -> None:
+    """Rank 0 still counts on rank 2; rank 1 does not. Rank 0 learns it from its error."""
+
+    def one_rank(group: Group) -> tuple[int, ...]:
+        if group.rank() == 2:
+            group.shutdown()
+            return ()
+        if group.rank() == 0:
+            with pytest.raises(RendezvousError, match="rank 2"):
+                group.reconfigure([0, 1, 2], timeout=timedelta(milliseconds=50))
+        group.reconfigure([0, 1], timeout=LONG)
+        assert _total(group) == 1.0
+        return group.members
+
+    assert run_ranks(3, one_rank)[:2] == [(0, 1)] * 2
+
+
+def test_a_split_can_be_tried_again() -> None:
+    ready = threading.Barrier(2)
+
+    def one_rank(group: Group) -> float:
+        if group.rank() == 1:
+            with pytest.raises(RendezvousError, match="no sign of rank 0"):
+                group.split([0, 1], timeout=timedelta(milliseconds=30))
+        ready.wait(20)
+        part = group.split([0, 1], timeout=LONG)
+        assert part is not None
+        return _total(part)
+
+    assert run_ranks(2, one_rank) == [1.0, 1.0]
+
+
+def test_calls_are_numbered_anew_after_members_have_changed() -> None:
+    """Survivors may have made different numbers of calls before."""
+
+    def one_rank(group: Group) -> None:
+        if group.rank() == 0:
+            for _ in range(3):
+                group.send(torch.ones(1), 1)
+        group.barrier()
+        group.reconfigure([0, 1])
+        group.monitored_barrier(timeout=LONG)
+        seen = []
+        group.register_hooks(before=lambda call: seen.append(call.sequence))
+        group.barrier()
+        assert seen == [1]
+
+    run_ranks(2, one_rank)
+
+
+def retry_while_others_come(meeting: Meeting, backend: str) -> tuple[float, tuple[int, ...]]:
+    group = meeting.new_group(backend, timeout=LONG)
+    store = PrefixStore("test", meeting.store())
+    group.barrier()
+    if meeting.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if backend == "shm":
+        with pytest.raises(PeerDiedError):
+            group.barrier()
+    if meeting.rank == 0:
+        for _ in range(2):
+            with pytest.raises(RendezvousError):
+                group.reconfigure([0, 2, 3], timeout=timedelta(seconds=0.2))
+        store.set("tried", "")
+    elif meeting.rank == 2:
+        store.wait(["tried"], LONG)
+    group.reconfigure([0, 2, 3], timeout=LONG)
+    result = _total(group), group.members
+    group.barrier()
+    group.shutdown()
+    return result
+
+
+@pytest.mark.parametrize("backend", [USUAL, "gloo"])
+def test_survivors_of_a_killed_rank_meet_after_different_tries(backend: str) -> None:
+    results = spawn_ranks(4, retry_while_others_come, backend, may_die=[1])
+    assert [results[r] for r in (0, 2, 3)] == [(5.0, (0, 2, 3))] * 3
+
+
+def die_on_the_way(meeting: Meeting) -> tuple[float, tuple[int, ...]]:
+    group = meeting.new_group("shm", timeout=LONG)
+    group.barrier()
+    if meeting.rank == 2:
+
+        def reopen_and_die(*args: object) -> object:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return None
+
+        group._reopen = reopen_and_die  # type: ignore[assignment]
+    with pytest.raises(RendezvousError):
+        group.reconfigure([0, 1, 2], timeout=timedelta(seconds=1.5))
+    group.reconfigure([1, 0], timeout=LONG)
+    result = _total(group), group.members
+    group.shutdown()
+    return result
+
+
+@needs_shm
+def test_a_rank_that_dies_while_all_meet_is_left_behind() -> None:
+    results = spawn_ranks(3, die_on_the_way, may_die=[2])
+    assert results[:2] == [(1.0, (1, 0))] * 2
+
+
+def give_up_and_leave(meeting: Meeting, backend: str) -> None:
+    group = meeting.new_group(backend, timeout=LONG)
+    if meeting.rank == 0:
+        with pytest.raises(RendezvousError, match="no sign of rank 1"):
+            group.reconfigure([0, 1], timeout=timedelta(milliseconds=10))
+        group.abort()
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(GroupClosedError):
+        group.reconfigure([0, 1])
+    with pytest.raises(GroupClosedError):
+        group.split([0])
+
+
+@pytest.mark.parametrize("backend", [USUAL, "gloo", pytest.param("hybrid", marks=needs_shm)])
+def test_a_group_that_could_not_be_reconfigured_can_be_shut_down(backend: str) -> None:
+    spawn_ranks(2, give_up_and_leave, backend)
+
+
+# -- merging --------------------------------------------------------------------------------------
+
+
+def test_numbers_are_kept_where_they_can_be() -> None:
+    assert renumbered([(0, 2), (0,)]) == [0, 2, 3]
+    assert renumbered([(1,), (0, 2)]) == [1, 0, 2]
+    assert renumbered([(0,), (0,), (0,)]) == [0, 1, 2]
+    assert renumbered([]) == []
+
+
+def test_members_of_a_merged_group_are_different_and_the_same_for_all() -> None:
+    """Ranks 0 and 2 of three, and a newcomer that calls itself 0."""
+    store = HashStore()
+    first = threading.Event()
+
+    def one_rank(group: Group) -> tuple[tuple[int, ...], float]:
+        rank = group.rank()
+        if rank == 1:
+            group.shutdown()
+            first.wait(20)
+            alone = new_group("threads", store=HashStore(), rank=0, world_size=1)
+            merged = alone.merge(store, 3, timeout=LONG)
+        else:
+            group.reconfigure([0, 2])
+            if group.rank() == 0:
+                first.set()
+            merged = group.merge(store, 3, timeout=LONG)
+        assert sorted(merged.members) == [0, 2, 3]
+        assert _total(merged) == 5.0
+        merged.reconfigure(range(3), timeout=LONG)  # the numbers are good enough to meet by
+        total = _total(merged)
+        merged.shutdown()
+        return merged.members, total
+
+    found = run_ranks(3, one_rank)
+    assert {total for _, total in found} == {5.0}
+    assert len({members for members, _ in found}) == 1
+
+
+def test_a_store_serves_one_merge_after_another_and_a_failed_one() -> None:
+    store = HashStore()
+
+    def one_rank(group: Group) -> list[float]:
+        part = group.split([[0], [1, 2]])
+        assert part is not None
+        if group.rank() > 0:
+            with pytest.raises(RendezvousError, match="2 of 3 ranks came"):
+                part.merge(store, 3, timeout=timedelta(milliseconds=50))
+        group.barrier()
+        totals = []
+        for _ in range(2):
+            merged = part.merge(store, 3, timeout=LONG)
+            totals.append(_total(merged))
+        return totals
+
+    assert run_ranks(3, one_rank) == [[3.0, 3.0]] * 3
+
+
+def test_more_ranks_than_were_announced_are_refused_on_all() -> None:
+    store = HashStore()
+
+    def one_rank(group: Group) -> str:
+        part = group.split([[0], [1, 2]])
+        assert part is not None
+        with pytest.raises(RendezvousError) as caught:
+            part.merge(store, 2, timeout=timedelta(seconds=1))
+        return str(caught.value)
+
+    texts = run_ranks(3, one_rank)
+    assert any("3 ranks came to a meeting of 2" in text for text in texts)
+
+
+def test_groups_of_different_kinds_do_not_merge() -> None:
+    store = HashStore()
+
+    def one_rank(group: Group) -> None:
+        part = group.split([[0], [1]])
+        assert part is not None
+        backend = "gloo" if group.rank() else None
+        with pytest.raises(RendezvousError, match=r"gloo on cpu.*; threads on cpu"):
+            part.merge(store, 2, timeout=LONG, backend=backend)
+
+    run_ranks(2, one_rank)
