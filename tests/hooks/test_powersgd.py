@@ -329,7 +329,10 @@ def test_pickling_tells_what_becomes_of_the_group(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("settings", [{}, {"warm_start": False}, {"use_error_feedback": False}])
 def test_memory_needs_a_first_step_without_it(settings: dict[str, bool]) -> None:
-    with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1"):
+    with pytest.raises(
+        ValueError,
+        match="> 1 if `use_error_feedback` or `warm_start` is enabled, because PowerSGD can only",
+    ):
         hooks.PowerSGDState(None, start_powerSGD_iter=1, **settings)
 
 

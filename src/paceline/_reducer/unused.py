@@ -40,6 +40,8 @@ class Picture:
             return None
         if policy.strict:
             self.unfinished = tuple(changed)
+            if reached < self._first:  # torch waits for the rest, and refuses the next forward
+                return None
         return GraphChangedError(rank, changed, self.named(changed))
 
     def conclude(self, missed: Collection[int], policy: Reduction) -> None:

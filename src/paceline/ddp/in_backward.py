@@ -41,7 +41,11 @@ def register_fused(
 ) -> None:
     """One optimizer for each parameter, stepped with its bucket."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ModuleStateError(f"{kind} does not support overlapped DDP: not an Optimizer.")
+        raise ModuleStateError(
+            f"{kind} does not support overlapped DDP. Please file an issue to PyTorch or the "
+            f"respective owner of {kind}. It is not a torch.optim.Optimizer, and every rank would "
+            "refuse it."
+        )
     if ddp._comm_hooks:
         raise ModuleStateError("A fused optimizer and a communication hook do not go together.")
     chosen = ddp._module_parameters if params is None else list(params)

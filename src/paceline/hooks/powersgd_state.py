@@ -208,8 +208,9 @@ def _check_start(start: int, remembers: bool) -> None:
     if remembers and start <= 1:
         raise HookStateError(
             "PowerSGDState: Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or "
-            f"`warm_start` is enabled; it is {start}. The buckets of the first pass are "
-            "provisional, and every rank would refuse this as well.",
+            "`warm_start` is enabled, because PowerSGD can only be applied after the first two "
+            f"iterations in DDP. It is {start}: the buckets of the first pass are provisional, and "
+            "every rank would refuse this as well.",
             "Begin with the second step or later, or turn both off.",
         )
 
