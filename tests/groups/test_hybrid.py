@@ -18,19 +18,20 @@ from torch.distributed import ReduceOp
 from paceline import DistributedDataParallel
 from paceline.errors import (
     CollectiveTimeoutError,
+    DisagreementError,
     EngineUnavailableError,
     GroupClosedError,
     GroupError,
     MismatchError,
     PeerDiedError,
     PeerLeftError,
-    RendezvousError,
 )
 from paceline.groups import Group
 from paceline.groups.hybrid_collectives import STRIPED_FROM, WINDOW
 from paceline.groups.hybrid_hosts import Hosts
 from paceline.testing import Meeting, spawn_ranks
 from tests.groups import netns, reference
+from tests.groups.test_unequal_ranks import check_means
 
 TWO_AND_TWO, INTERLEAVED, ONE_AND_TWO, ONE_EACH = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1), (0, 1)
 TOGETHER = (0, 0)
@@ -353,17 +354,22 @@ def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(hosts: 
     assert error.call_a == "send(20 bytes of torch.float32)"
 
 
-def _open_with(meeting: Meeting, hosts: Pair) -> str:
+def _open_with(meeting: Meeting, hosts: Pair) -> dict[int, str]:
     hosts[meeting.rank % 2].enter()
-    with pytest.raises(RendezvousError) as caught:
+    with pytest.raises(DisagreementError) as caught:
         meeting.new_group("hybrid", timeout=timedelta(seconds=10), striped=meeting.rank == 0)
-    return caught.value.reason
+    assert caught.value.what == "striped="
+    return dict(caught.value.values)
 
 
 def test_ranks_must_agree_on_the_options(hosts: Pair) -> None:
-    reasons = spawn_ranks(3, _open_with, hosts, deadline=20)
-    assert reasons == ["the ranks gave different options, striped by rank: "
-                       "{0: True, 1: False, 2: False}"] * 3  # fmt: skip
+    assert (
+        spawn_ranks(3, _open_with, hosts, deadline=20) == [{0: "True", 1: "False", 2: "False"}] * 3
+    )
+
+
+def test_a_mean_of_integers_does_not_overflow_over_several_hosts(hosts: Pair) -> None:
+    on_hosts(hosts, TWO_AND_TWO, check_means)
 
 
 # -- ranks that are lost ----------------------------------------------------------------------
