@@ -368,6 +368,42 @@ def test_a_message_that_does_not_fit_is_an_error_at_both_ends() -> None:
         assert "rank 1 called recv(16 bytes" in text
 
 
+# -- a death is noticed before the memory of the dead is freed ----------------------------------
+
+
+def know_by_the_futex_alone(meeting: Meeting, kind: str) -> list[int]:
+    descriptor = os.pidfd_open(os.getpid())
+    os.pidfd_open = lambda pid, flags=0: os.dup(descriptor)  # type: ignore[assignment]  # lives
+    group = meeting.new_group("shm")
+    others: list[Group | None] = []
+    if meeting.rank == 1:  # neither a thread that ends is a death, nor a group that ends
+        thread = threading.Thread(target=lambda: others.append(group.split([1])))
+        thread.start()
+        thread.join()
+        others.append(group.split([1]))
+        assert others[0] is not None
+        others[0].shutdown()
+        if os.fork() == 0:
+            os._exit(0)  # nor is the end of a child
+        os.wait()
+    for _ in range(3):
+        group.barrier()
+    if meeting.rank == 1:
+        die()
+    with pytest.raises(PeerDiedError) as caught:
+        if kind == "recv":
+            group.recv(torch.ones(5), 1, timeout=20)
+        else:
+            group.barrier(timeout=20)
+    return list(caught.value.ranks)
+
+
+@pytest.mark.parametrize("kind", ["barrier", "recv"])
+def test_a_death_is_told_by_a_word_in_shared_memory(kind: str) -> None:
+    results = spawn_ranks(3, know_by_the_futex_alone, kind, may_die=[1])
+    assert results == [[1], None, [1]]
+
+
 # -- nothing is left behind -------------------------------------------------------------------
 
 

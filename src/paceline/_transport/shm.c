@@ -178,6 +178,7 @@ EXPORT Engine *pl_open(int rank, int n, void *const *base, const int *watch, uin
     if (e->flat > SLOT) e->flat = SLOT;
     lane_open(&e->coll, e, coll_turn);
     lane_open(&e->pump, e, pump_turn);
+    begin_life(e);
     return e;
 }
 
@@ -303,6 +304,7 @@ EXPORT int pl_close(Engine *e) {
     say(e, LEFT);
     lane_close(&e->coll);
     lane_close(&e->pump);
+    end_life(e);
     part(e);
     atomic_store(&e->state, ENDED);
     return 1;
@@ -311,6 +313,7 @@ EXPORT int pl_close(Engine *e) {
 /* Nobody can call with it any more; at most, another thread is about to end in pl_close. */
 EXPORT void pl_free(Engine *e) {
     while (!forked(e) && atomic_load(&e->state) != OPEN && atomic_load(&e->state) != ENDED) pause_briefly();
+    if (!forked(e)) end_life(e);
     for (int r = 0; r < e->n; r++)
         for (Stash *s = e->stash[r], *next; s; s = next) {
             next = s->next;

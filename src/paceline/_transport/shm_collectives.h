@@ -450,7 +450,10 @@ static int sleep_on(Engine *e, Op *op, int64_t until, int spin) {
         int status = obstacle(e, op, lagging(e, target));
         if (status) return status;
         uint64_t lost = dead(e, lagging(e, target));
-        if (lost && (lost &= lagging(e, target))) return fault(e, op, PEER_DIED, e->rank, lost);
+        if (lost && (lost &= lagging(e, target))) {
+            status = obstacle(e, op, lost); /* it may have left in peace just before */
+            return status ? status : fault(e, op, PEER_DIED, e->rank, lost);
+        }
         now = now_ns();
         if (now >= op->deadline) {
             uint64_t late = lagging(e, target);

@@ -10,6 +10,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -59,6 +60,8 @@ typedef struct {
     _Alignas(128) Call call[2];
     uint64_t give[2][MAX_RANKS], take[2][MAX_RANKS]; /* bytes to and from each rank */
     uint8_t nonce[32];
+    struct robust_list held;           /* see shm_life.h */
+    _Alignas(128) _Atomic uint32_t life; /* a thread of the owner; when it dies, the kernel says so here */
 } Control;
 
 typedef struct {
@@ -159,6 +162,7 @@ typedef struct Engine {
     int no_room;                               /* no memory for a message that nobody waits for yet */
     Op *sending, *receiving; /* the pump's own, touched by the running thread only */
     uint64_t settled;
+    struct Engine *next_alive; /* of this process; see shm_life.h */
     uint32_t generation;    /* of the process it was opened in; see shm_life.h */
     _Atomic int inside;     /* threads that are in a call, with this memory under them */
     _Atomic int state;
@@ -232,6 +236,7 @@ static void ring_bell(Engine *e, int r) {
 /* ---- faults ---- */
 
 static int gone(Engine *e, int r) {
+    if (atomic_load(&control(e, r)->life) & FUTEX_OWNER_DIED) return 1;
     struct pollfd p = {e->watch[r], POLLIN | POLLHUP, 0};
     return e->watch[r] >= 0 && poll(&p, 1, 0) > 0;
 }

@@ -1,4 +1,5 @@
-/* Whose memory it is: mappings, forked children, and tensors that an ended group may still write to.
+/* Whose memory it is: mappings, forked children, tensors that an ended group may still write to; and
+ * how the others learn that a rank is dead.
  *
  * A forked child is not this rank. It inherits mappings, so whatever it wrote or freed there would be
  * its parent's. In the child, before fork() returns, this rank's own segment is therefore mapped
@@ -13,6 +14,11 @@
  * way (what its threads write meanwhile is never lost), and when the group ends it makes copies of
  * all of them. The addresses stay, and what was in them stays. After the end of a group nobody shares
  * anything: what is left of a segment, for tensors that outlive the group, becomes private too.
+ *
+ * Sockets and process descriptors tell of a death when the kernel has freed the memory of the dead,
+ * which takes 0.1 s for each gigabyte. A robust futex tells before that: one thread of each process,
+ * which does nothing else and never ends, "holds" a word in the segment of each of its groups, and
+ * when it dies the kernel marks these words. A forked child has no such thread, and holds nothing.
  */
 #ifndef PACELINE_SHM_LIFE_H
 #define PACELINE_SHM_LIFE_H
@@ -50,6 +56,64 @@ static int stop_sharing(Mapping *m) { /* all of it */
     return 1;
 }
 
+/* ---- the life of this process ---- */
+
+static struct robust_list_head holding = {
+    {&holding.list}, (long)offsetof(Control, life) - (long)offsetof(Control, held), NULL};
+static uint32_t holder;      /* its thread; 0: there is none */
+static Engine *alive;        /* those whose words it holds; the links in shared memory are for the kernel */
+
+static void *hold(void *started) {
+    if (!syscall(SYS_set_robust_list, &holding, sizeof holding)) holder = (uint32_t)syscall(SYS_gettid);
+    sem_post(started);
+    while (holder) pause();
+    return NULL;
+}
+
+static void start_holder(void) { /* the registry is locked */
+    pthread_t thread;
+    sem_t started;
+    sigset_t all, old;
+    if (holder || sem_init(&started, 0, 0)) return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    if (!pthread_create(&thread, NULL, hold, &started)) {
+        while (sem_wait(&started)) continue;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    sem_destroy(&started);
+}
+
+static struct robust_list *link_of(Engine *e) { return e ? &control(e, e->rank)->held : &holding.list; }
+
+static void begin_life(Engine *e) {
+    pthread_mutex_lock(&registry);
+    start_holder();
+    if (holder && e->base[e->rank]) {
+        Control *me = control(e, e->rank);
+        atomic_store(&me->life, holder);
+        me->held.next = link_of(alive);
+        __atomic_store_n(&holding.list.next, &me->held, __ATOMIC_SEQ_CST); /* whole whenever the kernel looks */
+        e->next_alive = alive;
+        alive = e;
+    }
+    pthread_mutex_unlock(&registry);
+}
+
+static void end_life(Engine *e) { /* before the memory goes */
+    pthread_mutex_lock(&registry);
+    struct robust_list *before = &holding.list;
+    for (Engine **p = &alive; *p; before = link_of(*p), p = &(*p)->next_alive) {
+        if (*p != e) continue;
+        __atomic_store_n(&before->next, link_of(e->next_alive), __ATOMIC_SEQ_CST);
+        atomic_store(&control(e, e->rank)->life, 0);
+        *p = e->next_alive;
+        break;
+    }
+    pthread_mutex_unlock(&registry);
+}
+
 /* ---- forked children ---- */
 
 static void before_fork(void) { pthread_mutex_lock(&registry); }
@@ -57,6 +121,9 @@ static void in_parent(void) { pthread_mutex_unlock(&registry); }
 
 static void in_child(void) {
     atomic_fetch_add(&generation, 1);
+    holder = 0;
+    alive = NULL;
+    holding.list.next = &holding.list;
     for (Mapping **p = &mappings, *m; (m = *p);) {
         if (m->fd >= 0 && !stop_sharing(m)) mprotect(m->at, m->bytes, PROT_NONE); /* rather a crash than wrong numbers */
         if (m->own) p = &m->next;
