@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -264,6 +265,36 @@ def test_a_part_of_a_replicated_sequential_is_an_ordinary_one() -> None:
         assert type(part) is nn.Sequential
         assert len(part) == 2
         assert part[0] is model[0]
+
+    run_ranks(1, one_rank)
+
+
+def test_dynamo_finds_the_innermost_wrapper_and_then_the_outer_one_again() -> None:
+    """It splits what is compiled inside by that one's buckets."""
+
+    class Asks(nn.Module):
+        def __init__(self, seen: list[Any]) -> None:
+            super().__init__()
+            self.inner, self.other, self.seen = nn.Linear(2, 2), nn.Linear(2, 2), seen
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(TorchDDP._get_active_ddp_module())
+            x = self.inner(x)
+            self.seen.append(TorchDDP._get_active_ddp_module())
+            return self.other(x)
+
+    def one_rank(group: Group) -> None:
+        for outer in (replicate, DistributedDataParallel, TorchDDP):
+            seen: list[Any] = []
+            model = Asks(seen)
+            replicate(model.inner, process_group=group)
+            if outer is TorchDDP:  # its reducer would average what is replicated once more
+                names = ["inner.weight", "inner.bias"]
+                TorchDDP._set_params_and_buffers_to_ignore_for_model(model, names)
+            whole = outer(model, process_group=group)
+            whole(torch.ones(1, 2))
+            wrapper = replicate.state(model).wrapper if outer is replicate else whole
+            assert seen == [wrapper, wrapper]
 
     run_ranks(1, one_rank)
 

@@ -14,6 +14,7 @@ import copy
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
 
 log = logging.getLogger(__name__)
+_forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
 class DistributedDataParallel(TorchNames, Joinable):
@@ -239,13 +241,16 @@ class DistributedDataParallel(TorchNames, Joinable):
     @contextlib.contextmanager
     @torch._disable_dynamo(recursive=False)
     def _inside_ddp_forward(self) -> Iterator[None]:
+        stack = _forwards.__dict__.setdefault("stack", [])
         before = TorchDDP._active_ddp_module
-        if before is not None and all(module is not self for module in before.modules()):
+        if isinstance(before, DistributedDataParallel) and before not in stack:
             before = None  # of another rank that is a thread, and may have left by then
         TorchDDP._active_ddp_module = self
+        stack.append(self)
         try:
             yield
         finally:
+            stack.pop()
             TorchDDP._active_ddp_module = before
 
     @classmethod
