@@ -130,7 +130,7 @@ def _be_the_command(
 
 
 def fork(*arguments: object, **env: str) -> Launched:
-    """:func:`start`, quicker."""
+    """:func:`start`, quicker; not for tests beside stores or threads, which do not survive it."""
     clean = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     return Launched(list(map(str, arguments)), clean | env)
 

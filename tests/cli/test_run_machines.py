@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.run_meeting import Meeting, _listen
 from paceline.cli.run_plan import Launch
 from paceline.errors import LaunchCountError, LaunchError, PortTakenError
-from tests.cli.launches import fork
+from tests.cli.launches import start
 
 PATIENCE = timedelta(seconds=30)
 
@@ -138,7 +138,7 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(tmp_path)
     port = free_port()
     words = ["run", "--nnodes", 2, "--nproc", 2, "--master-addr", "127.0.0.1"]
     words += ["--master-port", port, "--node-rank"]
-    launched = [fork(*words, number, script) for number in (0, 1)]
+    launched = [start(*words, number, script) for number in (0, 1)]
     (out0, err0), (out1, err1) = [each.communicate(timeout=120) for each in launched]
     assert sorted(out0.splitlines()) == ["[0] 0 4 0", "[1] 1 4 1"]
     assert sorted(out1.splitlines()) == ["[2] 2 4 0", "[3] 3 4 1"]
