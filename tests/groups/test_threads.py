@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import HashStore, ReduceOp
 
 from paceline.errors import (
@@ -505,3 +507,30 @@ def test_capabilities_say_what_it_can_do() -> None:
         assert group.allocate(3, torch.int8).shape == (3,)
 
     run_ranks(1, one_rank)
+
+
+def test_a_scaled_reduce_leaves_the_tensors_of_other_ranks_alone() -> None:
+    def one_rank(group: Group) -> float:
+        tensor = torch.tensor([1.0 + group.rank()])
+        group.reduce(tensor, root=1, op=_make_nccl_premul_sum(10.0))
+        return tensor.item()
+
+    assert run_ranks(2, one_rank) == [1.0, 30.0]
+
+
+def test_a_wait_that_took_too_long_can_be_repeated_for_a_strided_tensor() -> None:
+    late = threading.Event()
+
+    def one_rank(group: Group) -> list[list[float]]:
+        tensor = torch.ones(2, 3).t()
+        if group.rank() == 1:
+            assert late.wait(20)
+        work = group.all_reduce_coalesced([tensor, torch.ones(1)], async_op=True)
+        if group.rank() == 0:
+            with pytest.raises(WaitTimeoutError):
+                work.wait(timedelta(milliseconds=20))
+            late.set()
+        assert work.wait()
+        return tensor.tolist()
+
+    assert run_ranks(2, one_rank) == [[[2.0, 2.0]] * 3] * 2

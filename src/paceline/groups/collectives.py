@@ -460,7 +460,7 @@ class Collectives(ProcessGroup):
         if self._hooks or finisher is not None:
             return self._observed(call, async_op, finisher)
         if call.factor is not None:
-            scale(call, call.factor)
+            scale(call, call.factor, self._rank)
         entry = None if self.board is None else self.board.begin(call, nbytes)
         if async_op:
             return self._collected(self._start(call, entry))
@@ -509,7 +509,7 @@ class Collectives(ProcessGroup):
                 hook.before(call)
         wanted = call.outputs
         if call.factor is not None:
-            scale(call, call.factor)
+            scale(call, call.factor, self._rank)
         entry = None if self.board is None else self.board.begin(call, call.nbytes)
 
         def end(error: BaseException | None) -> None:

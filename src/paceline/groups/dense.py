@@ -51,9 +51,11 @@ def _refuse_overlap(call: Call, rank: int) -> None:
             )
 
 
-def scale(call: Call, factor: float | Tensor) -> None:
+def scale(call: Call, factor: float | Tensor, rank: int) -> None:
     """Multiply the inputs beforehand; the last thing before an engine gets them."""
-    if call.outputs is call.inputs:
+    if call.kind == "reduce" and rank != call.root:  # only the root's tensor may change
+        call.inputs = call.outputs = [t * factor for t in call.inputs]
+    elif call.outputs is call.inputs:
         for tensor in call.inputs:
             tensor.mul_(factor)
     else:

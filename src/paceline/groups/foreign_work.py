@@ -51,9 +51,7 @@ class ForeignWork(Work):
             value = self._future.wait()
             if self._reduced:
                 self._take(value)
-        if self._waits:
-            wait_for(self._inner, seconds)
-        return True
+        return not self._waits or wait_for(self._inner, seconds)
 
     def _take(self, value: Any) -> None:
         """Copy a result that is not where it was asked for; a future may hold anything else."""

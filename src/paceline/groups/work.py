@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,9 +37,20 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 _NO_TIMEOUT = timedelta(0)  # torch's word for it
 
 
-def wait_for(work: TorchWork, seconds: float | None) -> None:
-    """Wait for anybody's work, as torch's C++ does: with a timeout, always."""
-    work.wait(_NO_TIMEOUT if seconds is None else timedelta(seconds=seconds))
+def wait_for(work: TorchWork, seconds: float | None) -> bool:
+    """Wait for anybody's work, as torch's C++ does: with a timeout, always.
+
+    False when it took longer: it goes on, and can be waited for again.
+    """
+    try:
+        work.wait(_NO_TIMEOUT if seconds is None else timedelta(seconds=seconds))
+    except WaitTimeoutError:
+        return False
+    except RuntimeError as error:
+        if seconds is not None and "Operation timed out!" in str(error):  # torch's word for it
+            return False
+        raise
+    return True
 
 
 class Work(TorchWork):
@@ -169,8 +181,7 @@ class Wrapped(Work):
         self._completer = watcher
 
     def _block(self, seconds: float | None) -> bool:
-        wait_for(self._inner, seconds)
-        return True
+        return wait_for(self._inner, seconds)
 
     def _poll(self) -> bool:
         return bool(self._inner.is_completed())
@@ -191,8 +202,11 @@ class Together(Work):
         self._completer = watcher
 
     def _block(self, seconds: float | None) -> bool:
-        for work in self._works:
-            wait_for(work, seconds)
+        end = None if seconds is None else time.monotonic() + seconds
+        for work in self._works:  # all of them, in the time for one
+            left = None if end is None else max(end - time.monotonic(), 0.001)
+            if not wait_for(work, left):
+                return False
         return True
 
     def _poll(self) -> bool:
