@@ -52,6 +52,37 @@ def test_a_gradient_that_is_zero_by_itself_keeps_its_weight() -> None:
     assert run_ranks(2, one_rank) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("cleared", [None, True, False])
+def test_plain_passes_that_were_kept_count_as_one_each_in_a_weighted_one(
+    cleared: bool | None,
+) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        with ddp.no_sync():
+            backward(ddp, 8.0 * group.rank())
+            backward(ddp, 8.0)
+        if cleared is not None:
+            ddp.zero_grad(set_to_none=cleared)
+        backward(ddp, 3.0, weight=2.0)
+        return ddp.module.weight.grad.item()
+
+    # two ranks: 8 r + 8 + 2 x 3 over two passes that count as one and one that counts as two
+    expected = (14 + 22) / 8 if cleared is None else 3.0
+    assert run_ranks(2, one_rank) == [expected, expected]
+
+
+def test_plain_passes_before_an_average_leave_nothing_to_a_weighted_one() -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        with ddp.no_sync():
+            backward(ddp, 8.0)
+        backward(ddp, 2.0)  # averages both
+        backward(ddp, 3.0, weight=2.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [13.0, 13.0]
+
+
 def test_averages_that_are_kept_are_added_to_those_of_a_weighted_pass() -> None:
     def one_rank(group: Group) -> list[float]:
         ddp = DDP(line(), process_group=group)

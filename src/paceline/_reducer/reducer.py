@@ -251,6 +251,8 @@ class Reducer:
             self.ledger.end(self.params)
         elif self.ledger.open:
             self.ledger.cancel(self.params)
+        elif kept_here:
+            self.ledger.plain += 1
         if kept_here:
             self.diary.ends()
 
@@ -589,7 +591,10 @@ class Reducer:
     def _settle_weights(self, told: Header | None) -> None:
         if told is not None and told.weighed and self._listens:
             self.ledger.choose_unit(told.weight)
-        if self.ledger.open and self.running.role is not Role.STANDING_IN:
+        if self.running.role is Role.STANDING_IN:
+            return
+        self.ledger.plain = 0
+        if self.ledger.open:
             self.ledger.settle(self.params)
 
     def _draw_conclusions(self, told: Header | None) -> None:

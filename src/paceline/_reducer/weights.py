@@ -25,6 +25,7 @@ class Ledger:
     explicit: float | None = None  # weight of the passes that run now; None: they are plain
     once: bool = False  # it is for the next pass only
     total: float = 0.0  # of the weighed passes since the last average
+    plain: int = 0  # plain passes since then that were not averaged; a weighed one counts them in
     unit: float = 1.0  # weights travel as multiples of it, so that 16 bits can hold the sums
     open: bool = False  # a weighed pass runs
     gathered: dict[int, Tensor] = field(default_factory=dict)
@@ -43,6 +44,9 @@ class Ledger:
 
     def begin(self, params: Sequence[nn.Parameter]) -> None:
         """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
+        if not self.total:
+            self.total, self._versions = float(self.plain), {}
+        self.plain = 0
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
             self.gathered = held
@@ -126,7 +130,7 @@ class Ledger:
     def forget(self) -> None:
         """Nothing is owed any more."""
         self.gathered, self.base = {}, {}
-        self.total = 0.0
+        self.total, self.plain = 0.0, 0
         self._close()
 
     def _close(self) -> None:
