@@ -96,3 +96,12 @@ def test_hooks_see_its_calls() -> None:
     group.all_reduce(torch.ones(4))
     group.barrier()
     assert seen == [("all_reduce", 16, 1), ("barrier", 0, 2)]
+
+
+def test_other_groups_come_out_of_it_without_waiting_for_anybody() -> None:
+    group = fake(rank=1, size=4)
+    part = group.split([[0, 2], [1, 3]])
+    assert part is not None
+    assert (part.rank(), part.size(), part.members) == (0, 2, (1, 3))
+    group.reconfigure([3, 1])
+    assert (group.rank(), group.size(), group.members) == (1, 2, (3, 1))

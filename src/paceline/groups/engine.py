@@ -99,6 +99,7 @@ class Capabilities:
     names_dead_ranks: bool  # a dead peer is noticed at once and named
     checks_agreement: bool  # differing calls of two ranks are an error that names both
     averages: bool = False  # it divides by the number of ranks while it adds
+    peers: bool = True  # other ranks take part; without them nobody is waited for
     max_ranks: int | None = None
 
 

@@ -27,6 +27,7 @@ class FakeEngine:
             names_dead_ranks=False,
             checks_agreement=False,
             averages=True,
+            peers=False,
         )
 
     def run(self, call: Call) -> None:

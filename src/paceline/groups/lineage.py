@@ -248,6 +248,9 @@ class Lineage(Collectives):
         self, store: Store, purpose: str, ranks: Sequence[int], options: GroupOptions
     ) -> tuple[Store, Engine]:
         """Meet ``ranks`` of this group, in their order, and open an engine with them."""
+        reopen, rank = self._need_reopen(), ranks.index(self._rank)
+        if not self._engine.capabilities.peers:
+            return store, reopen(store, rank, len(ranks), options)
         names = [str(self._members[r]) for r in ranks]
         meetings = Meetings(
             store,
@@ -258,7 +261,6 @@ class Lineage(Collectives):
             name=str(self._members[self._rank]),
             names=names,
         )
-        reopen, rank = self._need_reopen(), ranks.index(self._rank)
         return meetings.open(
             meetings.arrive(), lambda room: reopen(room, rank, len(ranks), options)
         )
