@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 import pytest
+import torch._dynamo  # noqa: F401  # the first forward of a wrapper would, within a test's deadline
 
 from .marks import SHM
 

@@ -1,7 +1,7 @@
 """Launches for tests: in this process, where torch is imported already, or in one of its own."""
 
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import NoReturn
 from unittest import mock
 
@@ -50,32 +51,45 @@ def signals_kept() -> Iterator[None]:
             signal.signal(number, before)
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
 class Launched:
-    """The command line in a forked process: quick, since torch is imported there already."""
+    """The command line in a process that has torch imported already, so that it starts quickly.
+
+    A server without threads forks it (``multiprocessing.forkserver``, the one of ``spawn_ranks``):
+    what is forked beside threads finds their locks held, for good.
+    """
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        out, err = os.pipe(), os.pipe()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["paceline.testing", "paceline.groups"])
+        out, err = context.Pipe(duplex=False), context.Pipe(duplex=False)
+        theirs = (out[1], err[1])
+        ignored = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        self._process = context.Process(
+            target=_be_the_command, args=(arguments, env, ignored, *theirs)
+        )
+        self._process.start()
+        for end in theirs:
+            end.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
         self.returncode: int | None = None
-        self.pid = os.fork()
-        if not self.pid:
-            _be_the_command(arguments, env, out[1], err[1])
-        for pipe in (out[1], err[1]):
-            os.close(pipe)
-        self.stdout, self.stderr = os.fdopen(out[0]), os.fdopen(err[0])
-        self._end = os.pidfd_open(self.pid)
+        self.stdout, self.stderr = (os.fdopen(os.dup(end.fileno())) for end in (out[0], err[0]))
+        self._ended = False
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._end], [], [], 0)[0]:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.returncode = self._process.exitcode
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        assert select.select([self._end], [], [], timeout)[0], "the launcher has not ended"
+        self._process.join(timeout)
         code = self.poll()
-        assert code is not None
+        assert code is not None, "the launcher has not ended"
         return code
 
     def communicate(self, timeout: float) -> tuple[str, str]:
@@ -91,32 +105,35 @@ class Launched:
         return out, err
 
     def kill(self) -> None:
-        if self.returncode is None:
-            self.send_signal(signal.SIGKILL)
+        self._process.kill()
 
     def end(self) -> None:
         """Leave nothing of it."""
-        if self._end >= 0:
+        if not self._ended:
             self.kill()
             self.wait(60)
             self._close()
 
     def _close(self) -> None:
-        self.stdout.close(), self.stderr.close(), os.close(self._end)
-        self._end = -1
+        self.stdout.close(), self.stderr.close(), self._process.close()
+        self._ended = True
 
 
 def _be_the_command(
-    arguments: Sequence[str], env: Mapping[str, str], out: int, err: int
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    ignored: Sequence[int],
+    out: Connection,
+    err: Connection,
 ) -> NoReturn:
     code = 70
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-        os.dup2(out, 1), os.dup2(err, 2)
-        os.closerange(3, 256)  # pipes of other tests' launchers, which would stay open with us
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ignored:  # as a process that the test starts itself inherits it
+            signal.signal(number, signal.SIG_IGN)
+        os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+        os.closerange(3, 256)  # what the server holds
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ.clear()
         os.environ.update(env)
@@ -130,7 +147,7 @@ def _be_the_command(
 
 
 def fork(*arguments: object, **env: str) -> Launched:
-    """:func:`start`, quicker; not for tests beside stores or threads, which do not survive it."""
+    """:func:`start`, quicker: torch is imported there already."""
     clean = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     return Launched(list(map(str, arguments)), clean | env)
 

@@ -57,6 +57,20 @@ def test_logging_data_has_torchs_keys_and_values() -> None:
                 assert ours[key] > 0
 
 
+def _log_under_a_backend_of_ones_own(meeting: Meeting) -> list[str]:
+    dist.Backend.register_backend("custom", dist.ProcessGroupGloo, devices=["cpu"])
+    dist.init_process_group("custom")
+    wrapped = [kind(nn.Linear(2, 2)) for kind in (DDP, nn.parallel.DistributedDataParallel)]
+    found = [ddp._get_ddp_logging_data()["backend_name"] for ddp in wrapped]
+    found.append(dist.get_backend())
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_backend_that_somebody_registered_is_reported_under_its_name() -> None:
+    assert spawn_ranks(1, _log_under_a_backend_of_ones_own, deadline=30) == [["custom"] * 3]
+
+
 def test_logging_data_tells_what_is_set() -> None:
     def one_rank(group: Group) -> None:
         model = nn.Sequential(stack(3, 2), nn.Linear(2, 2))

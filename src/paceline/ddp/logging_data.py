@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,15 @@ def logging_data(replica: Replica, wrapper: Any, torch_error: str) -> dict[str, 
     return data
 
 
+def _backend_name(replica: Replica, wrapper: Any) -> str:
+    """The name under which the user asked for the backend; another's may be a known one inside."""
+    with contextlib.suppress(Exception):  # a group written in Python may raise anything
+        name = wrapper.process_group.name()
+        if isinstance(name, str) and name not in ("", "undefined"):
+            return name
+    return replica.group.backend
+
+
 def _identity(replica: Replica, wrapper: Any) -> dict[str, Any]:
     dtypes = sorted({_type_name(local(p).dtype) for p in replica.reducer.params})
     return {
@@ -83,7 +93,7 @@ def _identity(replica: Replica, wrapper: Any) -> dict[str, Any]:
         "module_name": type(wrapper.module).__name__,
         "device_ids": _joined(wrapper.device_ids or []),
         "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
-        "backend_name": replica.group.backend,
+        "backend_name": _backend_name(replica, wrapper),
         "dtypes": ", ".join(dtypes),
         "is_multi_device_module": int(wrapper.is_multi_device_module),
     }
