@@ -114,6 +114,20 @@ def test_a_hook_averages_with_it(toy: str, ranks: int) -> None:
 
 
 @every_toy
+def test_a_model_with_nothing_large_enough_to_encode_is_averaged_as_it_is(toy: str) -> None:
+    def one_rank(group: Group) -> tuple[Tensor, Tensor]:
+        plain = DDP(copy.deepcopy(MODEL), process_group=group)
+        loss(plain, group.rank()).backward()
+        ddp = DDP(copy.deepcopy(MODEL), process_group=group)
+        CodecHook(TOYS[toy](), small=10_000).register(ddp)
+        loss(ddp, group.rank()).backward()
+        return gradients(ddp), gradients(plain)
+
+    for mean, exact in run_ranks(3, one_rank):
+        assert_close(mean, exact)
+
+
+@every_toy
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_diloco_exchanges_with_it(toy: str, ranks: int, overlap: int) -> None:

@@ -126,9 +126,11 @@ class EachByItself:
     def __init__(self, codec: Codec, layout: RowLayout) -> None:
         self._codec, self._layout = codec, layout
         self._like: list[Encoded] = []  # what the codec made last: all but the parts is the same
+        self._device = torch.device("cpu")  # of the rows it was made of; there may be no part
 
     def pack(self, rows: Tensor, keys: Tensor) -> Parts:
         """Every tensor's parts, by its place and their names."""
+        self._device = rows.device
         pairs = zip(self._layout.large, self._layout.stretches(rows), strict=True)
         self._like = [self._codec.encode(flat.view(span.shape)) for span, flat in pairs]
         parts = enumerate(encoded.parts for encoded in self._like)
@@ -136,7 +138,7 @@ class EachByItself:
 
     def unpack(self, parts: Mapping[str, Tensor], width: int) -> Tensor:
         """The rows that these tensors lie in; what fills them up is zero."""
-        rows = torch.zeros(self._layout.rows, width, device=next(iter(parts.values())).device)
+        rows = torch.zeros(self._layout.rows, width, device=self._device)
         for at, flat in enumerate(self._layout.stretches(rows)):
             own = {name: parts[f"{at}.{name}"] for name in self._like[at].parts}
             found = self._codec.decode(replace(self._like[at], parts=own))
