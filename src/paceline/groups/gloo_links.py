@@ -41,7 +41,7 @@ class Links:
         before, found = set(_sockets()), list[Links]()
         yield found
         new = [fd for fd in _sockets() if fd not in before]
-        ports = [_name(fd, "getsockname") for fd in new if _listens(fd)]
+        ports = [port for port in map(_listening_at, new) if port]
         store.set(f"ports/{rank}", msgspec.msgpack.encode(ports))  # type: ignore[arg-type]
         keys = [f"ports/{r}" for r in range(size)]
         listeners = [
@@ -49,12 +49,8 @@ class Links:
             for data in fetch(store, keys, rank, clock)
         ]
         theirs = {address for r, own in enumerate(listeners) if r != rank for address in own}
-        fds = [
-            os.dup(fd)
-            for fd in new
-            if not _listens(fd)  # gloo ends the process when it cannot listen
-            and (_name(fd, "getsockname") in ports or _name(fd, "getpeername") in theirs)
-        ]
+        copies = (_copy_of_link(fd, set(ports), theirs) for fd in new)
+        fds = [copy for copy in copies if copy is not None]
         found.append(cls(fds, listeners))
 
     def cut(self) -> None:
@@ -106,6 +102,34 @@ def _is_tcp(fd: int) -> bool:
 
 def _listens(fd: int) -> bool:
     return bool(_use(fd, lambda s: s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+
+
+def _listening_at(fd: int) -> Address | None:
+    """The address that a descriptor listens at; None also where its owner closed it meanwhile."""
+    with suppress(OSError):
+        if _listens(fd):
+            return _name(fd, "getsockname")
+    return None
+
+
+def _copy_of_link(fd: int, ours: set[Address], theirs: set[Address]) -> int | None:
+    """A copy of a connection that was accepted at one of our ports or made to one of theirs.
+
+    The copy is made first and then looked at: gloo or another thread may close the original, and
+    its number may become another file, at any moment. gloo ends the process when a socket that it
+    listens with is shut down, so those are left alone.
+    """
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    with suppress(OSError):
+        if not _listens(copy) and (
+            _name(copy, "getsockname") in ours or _name(copy, "getpeername") in theirs
+        ):
+            return copy
+    os.close(copy)
+    return None
 
 
 def _name(fd: int, end: str) -> Address | None:
