@@ -16,6 +16,7 @@
     _reducer/      gradients in, averages out; reducer.py says how a backward pass goes
     groups/        process groups as objects; documented in groups/group.py
     _transport/    moves bytes: shared memory, how ranks meet, objects without pickle
+    _torch/        everything private of torch, and only there
     recorder/      what every rank did lately; verdicts on hangs, reports
     integrations/  for Lightning
     cli/           the command paceline: run, demo, doctor, report, bench

@@ -374,10 +374,11 @@ def test_importing_paceline_compiled_does_not_import_dynamo() -> None:
 
 
 def test_a_torch_without_these_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.compiled import objects, torch_private
+    from paceline._torch import opaque
+    from paceline.compiled import objects
 
-    monkeypatch.setattr(torch_private, "missing", lambda: "torch 9 has no opaque types")
-    monkeypatch.setattr(torch_private, "name_as_input", None)
+    monkeypatch.setattr(opaque, "missing", lambda: "torch 9 has no opaque types")
+    monkeypatch.setattr(opaque, "name_as_input", None)
     assert objects.offer_groups() == "torch 9 has no opaque types"
 
 

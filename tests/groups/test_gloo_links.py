@@ -13,7 +13,6 @@ from torch.distributed import HashStore
 from paceline._transport import Clock
 from paceline.groups.gloo_links import Links
 
-
 _SOON = timedelta(seconds=5)
 
 

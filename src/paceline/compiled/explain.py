@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch.distributed import HashStore
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from .._torch import dynamo
 from ..errors import NotPlannedError
 from ..groups import Group, Traffic, new_group, process_group
-from . import torch_private
 
 # torch's functional collectives, by the names of ours
 _FUNCTIONAL = {
@@ -132,7 +133,7 @@ def _graphs(step: Any, args: Any, kwargs: Any) -> list[Graph]:
 
     step = getattr(step, "_torchdynamo_orig_callable", step)  # of a function that is compiled
     try:
-        return [g.graph for g in torch_private.graphs_of(step, args, kwargs)]
+        return [g.graph for g in dynamo.graphs_of(step, args, kwargs)]
     except TorchDynamoException as error:
         reason = str(error).strip().splitlines()[0]
         raise NotPlannedError(
@@ -295,12 +296,20 @@ def _value(node: Node) -> Any:
     return getattr(value, "real_obj", value)
 
 
+# Folders, not words: a user's own may be called torch too.
+_NOT_THE_USERS = tuple(
+    f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
+
 def _line(node: Node) -> str:
     """The line of the user's code; empty for what autograd made by itself."""
     lines = (node.meta.get("stack_trace") or "").splitlines()
     for place in lines:
         place = place.strip()
-        if place.startswith("File ") and "/paceline/" not in place and "/torch/" not in place:
+        if place.startswith("File "):
             file, line = place.split('"')[1], place.split(", line ")[1].split(",")[0]
+            if file.startswith(_NOT_THE_USERS):
+                continue
             return f"{file.rpartition('/')[2]}:{line}"
     return ""

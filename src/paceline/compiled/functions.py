@@ -17,26 +17,26 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch import dynamo, dynamo_functions, opaque
 from ..groups import Group
-from . import torch_private, torch_private_functions
 
 _torch: dict[str, Any] = {}  # torch's own, for all other groups
-_SEEN_AS_GROUPS = isinstance(Group, torch_private.opaque_meta())  # not in 2.11
+_SEEN_AS_GROUPS = isinstance(Group, opaque.opaque_meta())  # not in 2.11
 
 
 def offer_functions() -> None:
     """Have Dynamo trace these; called once."""
     if not _SEEN_AS_GROUPS:
         _offer("traced_group_name", functional._resolve_group_name, traced_group_name)
-    rest = torch_private_functions.trace_for(Group, {**_COLLECTIVES, **_MESSAGES})
+    rest = dynamo_functions.trace_for(Group, {**_COLLECTIVES, **_MESSAGES})
     for name, traced in {**rest, **_FACTS}.items():
         if hasattr(dist, name):  # some are new in 2.13
             _offer(name, getattr(dist, name), traced)
 
 
 def _offer(name: str, function: Any, traced: Any) -> None:
-    _torch[name] = torch_private.copied(function)
-    torch_private.trace_instead(function, traced)
+    _torch[name] = dynamo.copied(function)
+    dynamo.trace_instead(function, traced)
 
 
 def traced_group_name(group: Any, tag: str = "") -> Any:

@@ -27,8 +27,8 @@ from torch.library import Library, register_fake
 from torch.nn.modules import module as torch_modules
 from typing_extensions import Self
 
+from .._torch import opaque
 from ..errors import HookRefusedError, HookResultError, UnsupportedError
-from . import torch_private
 
 Gradients = tuple["Tensor | None", ...]
 _library = Library("paceline", "FRAGMENT")
@@ -160,9 +160,9 @@ def _passed(
 
 def _offer() -> str:
     """Define the operators; returns why this torch cannot have them, or nothing."""
-    if reason := torch_private.missing():
+    if reason := opaque.missing():
         return reason
-    name = torch_private.name_as_input(Gate, {}, lambda gate: [])
+    name = opaque.name_as_input(Gate, {}, lambda gate: [])
     arguments = (
         "(Tensor call, int[] places, int size, int unentered, Tensor[] grads, "
         f"{name} gate) -> Tensor[]"
@@ -180,7 +180,7 @@ def _offer() -> str:
         _library.define(f"{operator}{schema}")
         _library.impl(operator, kernel, "CompositeExplicitAutograd")
         register_fake(f"paceline::{operator}", shapes, lib=_library)
-        torch_private.keep_in_order(_library, f"paceline::{operator}")
+        opaque.keep_in_order(_library, f"paceline::{operator}")
     return ""
 
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from torch.distributed import HashStore
 
+from .._torch import dynamo, opaque
+from .._torch.opaque import Seen
 from ..groups import Group, current_process_group, new_group, process_group
-from . import current, functions, torch_private, traced
-from .torch_private import Seen
+from . import current, functions, traced
 
 # What runs in eager mode, whole, when it is called between two graphs.
 EAGER = (
@@ -55,14 +56,14 @@ def members() -> dict[str, Seen]:
 
 def offer_groups() -> str:
     """Let ``torch.compile`` take groups; returns why it cannot, or nothing. Called once."""
-    if reason := torch_private.missing():
+    if reason := opaque.missing():
         return reason
-    traced.define_operators(torch_private.name_as_input(Group, members(), _guarded))
+    traced.define_operators(opaque.name_as_input(Group, members(), _guarded))
     for name, instead in (("_do", traced.traced_do), ("_do_all", traced.traced_do_all)):
-        torch_private.trace_instead(getattr(Group, name), instead)
+        dynamo.trace_instead(getattr(Group, name), instead)
     for name in EAGER:
-        torch_private.never_trace(getattr(Group, name))
-    torch_private.trace_instead(current_process_group, current.traced_current_process_group)
-    torch_private.trace_instead(process_group, current.traced_process_group)
+        dynamo.never_trace(getattr(Group, name))
+    dynamo.trace_instead(current_process_group, current.traced_current_process_group)
+    dynamo.trace_instead(process_group, current.traced_process_group)
     functions.offer_functions()
     return ""

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._reducer import local
+from .._torch import dynamo, inductor
 from ..ddp import DistributedDataParallel
 from ..errors import HookRefusedError
-from . import torch_private_step
 
 
 def never(ddp: DistributedDataParallel) -> str:
     """What will not change and cannot be traced; empty if there is nothing of the kind."""
     reducer = ddp._replica.reducer
-    if reason := torch_private_step.missing():
+    if reason := dynamo.missing_for_steps():
         return reason
     if ddp.mixed_precision is not None:
         return "the wrapper has mixed_precision; give autocast= to train_step instead"
@@ -34,7 +34,7 @@ def never(ddp: DistributedDataParallel) -> str:
 def unbuildable(ddp: DistributedDataParallel, backend: object) -> str:
     """What Inductor lacks to build code for the CPU; by itself it logs pages before it says so."""
     on_cpu = any(param.device.type == "cpu" for param in ddp._replica.reducer.params)
-    return torch_private_step.missing_tools() if backend == "inductor" and on_cpu else ""
+    return inductor.missing_tools() if backend == "inductor" and on_cpu else ""
 
 
 def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
@@ -54,4 +54,4 @@ def of(error: Exception) -> str:
     """Why something could not be compiled; empty for an error of another kind."""
     if isinstance(error, HookRefusedError):
         return str(error)
-    return torch_private_step.reason_of(error)
+    return dynamo.reason_of(error)

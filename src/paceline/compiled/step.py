@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import dynamo, optim
 from ..ddp import DistributedDataParallel
 from ..errors import ModuleArgumentError, ModuleTypeError
-from . import program, reasons, step_plan, torch_private_step, updates
+from . import graph_passes, program, reasons, step_plan, updates
 from .binding import Binding
 from .explain import Schedule
 from .module_hooks import keep_hooks
@@ -68,7 +69,7 @@ class Step:
         self._binding = Binding(ddp, optimizer, loss_fn, settings)
         self._turns = Turns(ddp, settings.compile_timeout)
         self._modules = list(ddp.module.modules())
-        self._tracing = torch_private_step.tracing_backward()
+        self._tracing = dynamo.tracing_backward()
         if self._binding.unfit:
             self._tell("the optimizer steps in eager mode", self._binding.unfit)
         if reason := reasons.never(ddp) or reasons.unbuildable(ddp, settings.backend):
@@ -169,7 +170,7 @@ class Step:
         settings = self.settings
         options = None
         if settings.backend == "inductor":
-            options = torch_private_step.inductor_options(settings.options)
+            options = graph_passes.inductor_options(settings.options)
         return torch.compile(
             function,
             fullgraph=True,
@@ -202,7 +203,7 @@ class Step:
             self._step_eagerly()
         else:
             updates.count_step(self._binding.classes, used)
-            torch_private_step.note_step(self.optimizer)
+            optim.note_step(self.optimizer)
             if not all(used):
                 self._step_unused(used)
         if not self.settings.keep_grads:

@@ -9,9 +9,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .._reducer import Bucket, Reducer
+from .._torch import dynamo
 from ..errors import NotPlannedError
 from ..groups import Traffic
-from . import program, torch_private
+from . import program
 from .explain import Planned, Schedule
 from .schedule import launch_early
 
@@ -46,7 +47,7 @@ def _graph_of(step: Step, batch: Sequence[Any]) -> Graph:
     states = [found.state for found in binding.classes]
     arguments = (step._wire.buffers(), step.ddp._number, [], states, binding.numbers(), *batch)
     with torch.no_grad():
-        (graph,) = torch_private.graphs_of(function, arguments, {})
+        (graph,) = dynamo.graphs_of(function, arguments, {})
     return graph.graph
 
 

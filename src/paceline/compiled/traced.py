@@ -23,9 +23,9 @@ from torch.distributed import ReduceOp
 from torch.distributed import Work as TorchWork
 from torch.library import Library, register_fake
 
+from .._torch import opaque
 from ..errors import UnsupportedError
 from ..groups import Group
-from . import torch_private
 
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast"})
 NO_TIMEOUT = -1.0
@@ -154,7 +154,7 @@ def define_operators(group_type: str) -> None:
         _library.define(f"{name}{schema}")
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         register_fake(f"paceline::{name}", shapes, lib=_library)
-        torch_private.keep_in_order(_library, f"paceline::{name}")
+        opaque.keep_in_order(_library, f"paceline::{name}")
 
 
 # -- what is traced in the place of a Group's methods -----------------------------------------

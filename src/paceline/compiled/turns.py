@@ -19,10 +19,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from .._torch import dynamo
 from ..ddp import DistributedDataParallel
 from ..groups import Group
 from ..recorder import events
-from . import torch_private
 from .settings import Settings
 
 _LOOK = 0.02  # seconds between two looks at a lock
@@ -128,12 +128,12 @@ class WrapperTurns:
     def take(self, ddp: DistributedDataParallel) -> None:
         """Called while Dynamo traces a wrapper that will be averaged."""
         group = ddp._replica.group
-        if group.backend == "threads" or not torch_private.uses_inductor():
+        if group.backend == "threads" or not dynamo.uses_inductor():
             return  # there is one process, or nothing is kept
-        compilation = torch_private.this_compilation()
+        compilation = dynamo.this_compilation()
         self._compilations[compilation] = group.board
         _say(group.board, _COMPILES)
-        torch_private.hear_of_compilations(self._begins, self._ends)
+        dynamo.hear_of_compilations(self._begins, self._ends)
         self._take()
         _be_patient(ddp, group, self._timeout)
 

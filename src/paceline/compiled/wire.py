@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from .._reducer import Handed, Pass
+from .._torch.dynamo import in_compiled_autograd
 from ..ddp import DistributedDataParallel, Replica, wrapper_numbered
 from ..errors import ModuleStateError
-from .torch_private import in_compiled_autograd
 
 library = Library("paceline", "FRAGMENT")
 _wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._torch import dynamo
 from ..ddp import DistributedDataParallel, forward_in_graph, wrapper_numbered
-from . import reasons, torch_private, torch_private_step
+from . import reasons
 from .turns import WrapperTurns
 
 log = logging.getLogger("paceline.compiled")
@@ -78,7 +79,7 @@ def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) ->
     return torch.func.functional_call(ddp.module, _gated(ddp), inputs, kwargs)
 
 
-@torch_private_step.folded
+@dynamo.folded
 def why_not(number: Tensor) -> str:
     """Why a wrapper's averages cannot be in a graph; asked when it is traced."""
     ddp = wrapper_numbered(number)
@@ -91,13 +92,13 @@ def why_not(number: Tensor) -> str:
     return reason
 
 
-@torch_private_step.folded
+@dynamo.folded
 def is_alone(number: Tensor) -> bool:
     """Whether there is nobody to average with; asked when it is traced."""
     return wrapper_numbered(number)._replica.reducer.alone
 
 
-@torch_private_step.folded
+@dynamo.folded
 def take_turn(number: Tensor) -> bool:
     """Wait until this rank may compile (``turns.py``); asked when it is traced."""
     _turns.take(wrapper_numbered(number))
@@ -125,4 +126,4 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 def offer_forward() -> None:
     """Have ``torch.compile`` trace it; called once."""
-    torch_private.trace_instead(forward_in_graph, traced_forward)
+    dynamo.trace_instead(forward_in_graph, traced_forward)

@@ -1,13 +1,11 @@
 # mypy: disable-error-code="attr-defined, arg-type, call-arg, method-assign, no-any-return"
 # (torch gives these names other signatures in every version)
-"""Everything that is private to torch in this folder, and only here. Holds for torch 2.11 to 2.13.
+"""Objects that are inputs of graphs: torch's *opaque types*, and operators that take them.
 
 Dynamo treats a class that is registered as an *opaque reference type* as an input of the graph: the
 object is never looked into but for the members that were named, and a list of values decides
 whether compiled code made for one object may run with another. :func:`name_as_input` says so of a
-class. A function with an attribute ``_torchdynamo_inline`` is traced as the function in that
-attribute; :func:`trace_instead` sets it. Both cost nothing in eager mode and nothing at import:
-Dynamo is not imported by any of this.
+class. It costs nothing in eager mode, and Dynamo is not imported by it.
 
 A torch that lacks one of these names gets a reason in :func:`missing`, and its groups are what they
 are without us: a graph break at each use.
@@ -15,16 +13,13 @@ are without us: a graph break at each use.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.library import Library
 
 _watched: set[type] = set()  # classes whose objects are pinned when they are compared
@@ -94,6 +89,17 @@ def _enter_by_hand(cls: Any, guarded: Callable[[Any], Sequence[object]], members
     torch._C._register_opaque_type(name)
     # It also copies the object to trace with, and warns when that fails. There is one connection.
     cls.__deepcopy__ = lambda self, memo: self
+
+
+def keep_in_order(library: Library, operator: str) -> None:
+    """Never drop a call of ``operator`` and never change the order of such calls.
+
+    Ranks that make different calls wait for each other for ever, and a graph knows of one rank
+    only: a result that nobody uses here may be what another rank waits for.
+    """
+    from torch._library.effects import EffectType
+
+    library._register_effectful_op(operator, EffectType.ORDERED)
 
 
 # -- comparisons ------------------------------------------------------------------------------
@@ -195,143 +201,3 @@ def _write_as_they_do(builtin: Any, variable: Any) -> None:
         return written(arg, tx) if type(real) in _watched else print_(self, tx, arg)
 
     variable.repr_impl, builtin.call_str = written, printed
-
-
-def trace_instead(function: Any, traced: Callable[..., Any]) -> None:
-    """Have Dynamo trace ``traced`` wherever ``function`` is called."""
-    function._torchdynamo_inline = traced
-
-
-def copied(function: Any) -> Any:
-    """The same function as another object, which :func:`trace_instead` has not touched."""
-    twin = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-def never_trace(function: Any) -> None:
-    """Leave ``function`` and all it calls alone when it runs in eager mode between two graphs."""
-    from torch._C._dynamo import eval_frame
-
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
-        return
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-
-
-def keep_in_order(library: Library, operator: str) -> None:
-    """Never drop a call of ``operator`` and never change the order of such calls.
-
-    Ranks that make different calls wait for each other for ever, and a graph knows of one rank
-    only: a result that nobody uses here may be what another rank waits for.
-    """
-    from torch._library.effects import EffectType
-
-    library._register_effectful_op(operator, EffectType.ORDERED)
-
-
-# -- compilations ---------------------------------------------------------------------------------
-
-
-def this_compilation() -> str:
-    """Torch's name of the compilation that runs now; the backward pass of a graph has the same."""
-    from torch._guards import CompileContext
-
-    return str(CompileContext.current_compile_id())
-
-
-def uses_inductor() -> bool:
-    """Whether what is traced now will be compiled by Inductor, which keeps its code on disk."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
-    while compiler is not None:
-        if type(compiler).__name__ == "_TorchCompileInductorWrapper":
-            return True
-        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
-        compiler = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
-    return False
-
-
-def hear_of_compilations(begins: Callable[[str], None], ends: Callable[[str], None]) -> None:
-    """Call ``begins`` and ``ends`` with the name of every compilation, failed ones included.
-
-    To be called during each: torch forgets it when Dynamo is reset.
-    """
-    from torch._dynamo.callback import callback_handler as handler
-
-    if not any(getattr(heard, "is_for", None) == begins for heard in handler.start_callbacks):
-        handler.register_start_callback(_Heard(begins))
-        handler.register_end_callback(_Heard(ends))
-
-
-class _Heard:
-    """A callback of ours, to be told from others."""
-
-    def __init__(self, is_for: Callable[[str], None]) -> None:
-        self.is_for = is_for
-
-    def __call__(self, told: Any) -> None:
-        self.is_for(told.compile_id)
-
-
-# -- graphs -----------------------------------------------------------------------------------
-
-
-class Traced(Exception):
-    """Raised in the place of running a graph."""
-
-
-def graphs_of(function: Callable[..., Any], args: Any, kwargs: Any) -> list[GraphModule]:
-    """The forward graph of a call, and the backward graph if there is one, without running them.
-
-    The function must be one graph. What Dynamo would do after it (side effects in Python) is not
-    done either.
-    """
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[GraphModule] = []
-
-    def keep(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return make_boxed_func(_stop)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-    with contextlib.suppress(Traced), _whole_steps():
-        compiled(*args, **kwargs)
-    return graphs
-
-
-@contextlib.contextmanager
-def _whole_steps() -> Generator[None, None, None]:
-    """Trace calls of autograd, and lower a backward graph together with its forward graph."""
-    import torch._dynamo.config
-    import torch._functorch.config
-
-    with contextlib.ExitStack() as stack:
-        for config, name in (
-            (torch._dynamo.config, "trace_autograd_ops"),
-            (torch._functorch.config, "force_non_lazy_backward_lowering"),
-        ):
-            if hasattr(config, name):
-                stack.enter_context(config.patch(name, True))
-        yield
-
-
-def in_compiled_autograd() -> bool:
-    """Whether a backward pass that Dynamo compiled as a whole runs now: no callback follows it."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(module, "in_compiled_autograd_region", False))
-
-
-def _stop(*inputs: Any) -> Any:
-    raise Traced

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="attr-defined, method-assign, assignment, misc, arg-type"
 # (torch gives these names other signatures in every version)
-"""How Dynamo is told to trace our functions in the place of torch.distributed's. For 2.11 to 2.13.
+"""How Dynamo is told to trace our functions in the place of torch.distributed's.
 
 Dynamo has a table of functions that it replaces by functional collectives, and refuses what those
 cannot do (``async_op=True``) before anybody can look at the group. So the table is replaced by one
@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-from . import torch_private
+from .opaque import opaque_meta
 
 _instead: dict[Any, Callable[..., Any]] = {}  # by the function that users call
 _classes: list[type] = []
@@ -80,7 +80,7 @@ def _is_ours(variable: Any) -> bool:
         variable = variable.realize()
     if variable is None or (variable.is_python_constant() and not variable.as_python_constant()):
         # Dynamo of 2.11 sees any default group as torch's own, and makes functional calls of it.
-        sees = isinstance(_classes[0], torch_private.opaque_meta())
+        sees = isinstance(_classes[0], opaque_meta())
         return sees and isinstance(c10d.GroupMember.WORLD, tuple(_classes))
     real = getattr(getattr(variable, "value", None), "real_obj", None)
     return isinstance(real, tuple(_classes))
