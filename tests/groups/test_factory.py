@@ -71,7 +71,7 @@ def test_gloo_refuses_unexpected_options() -> None:
 def test_nccl_refuses_an_unknown_option_with_a_key_error() -> None:
     if not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL, so its options cannot be asked")
-    from paceline.groups.torch_backend import open_nccl
+    from paceline.groups.engines.torch_engine import open_nccl
 
     with pytest.raises(KeyError, match="Unknown option mystery") as caught:
         open_nccl(dist.HashStore(), 0, 1, SECOND, torch.device("cuda", 0), mystery=1)

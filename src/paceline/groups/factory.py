@@ -29,16 +29,16 @@ from ..errors import (
     UnsupportedError,
 )
 from .choice import choose_backend, facts_of, fall_back
-from .device_backend import DeviceEngine
 from .engine import Engine
-from .fake_backend import FakeEngine
+from .engines.by_device import DeviceEngine
+from .engines.fake import FakeEngine
+from .engines.hybrid.engine import HybridEngine
+from .engines.shm import ShmEngine
+from .engines.threads.engine import ThreadsEngine
+from .engines.torch_engine import TorchEngine, open_gloo, open_nccl
 from .group import Group
-from .hybrid_backend import HybridEngine
 from .options import GroupOptions
-from .shm_backend import ShmEngine
 from .strict import Checks, check_setting
-from .threads_backend import ThreadsEngine
-from .torch_backend import TorchEngine, open_gloo, open_nccl
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default
 ENTRY_POINTS = "paceline.backends"

@@ -35,11 +35,11 @@ from ..recorder import events
 from . import objects, torch_world
 from .collectives import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine
-from .foreign_backend import ForeignEngine
+from .engines.foreign.engine import ForeignEngine
+from .engines.torch_engine import TorchEngine
 from .lineage import Lineage, Reopen
 from .options import GroupOptions
 from .strict import Checks
-from .torch_backend import TorchEngine
 from .work import Together
 
 

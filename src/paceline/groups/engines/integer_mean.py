@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .engine import Call
+from ..engine import Call
 
 
 def applies(call: Call) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._transport import DTYPE_CODES, KIND_CODES
-from .engine import REDUCTIONS, Call
+from ...._transport import DTYPE_CODES, KIND_CODES
+from ...engine import REDUCTIONS, Call
 
 HEAD = 6  # numbers in the description of a call
 INLINE = 128  # bytes; so little travels with the description of the call, and nothing after it

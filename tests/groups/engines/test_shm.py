@@ -13,7 +13,7 @@ from paceline import Group, ReduceOp
 from paceline.errors import CollectiveArgumentError, CollectiveTypeError, EngineUnavailableError
 from paceline.testing import Meeting, spawn_ranks
 
-from .reference import check_all_collectives
+from ..reference import check_all_collectives
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

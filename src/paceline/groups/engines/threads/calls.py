@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import integer_mean
-from .engine import COMBINE, REDUCING, Call
+from ...engine import COMBINE, REDUCING, Call
+from .. import integer_mean
 
 _ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 _EQUAL = frozenset({"all_reduce", "reduce", "broadcast", "barrier"})  # one size on all ranks

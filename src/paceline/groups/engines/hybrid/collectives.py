@@ -1,4 +1,4 @@
-"""How each collective goes over several hosts; the essay is in ``hybrid_backend.py``.
+"""How each collective goes over several hosts; the essay is in ``engine.py``.
 
 Every rank has described its call and knows that all others have called the same.
 """
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import MismatchError
-from .engine import COMBINE, Call
-from .hybrid_calls import as_bytes, pairs
-from .hybrid_steps import Steps, Time
+from ....errors import MismatchError
+from ...engine import COMBINE, Call
+from .calls import as_bytes, pairs
+from .steps import Steps, Time
 
 STRIPED_FROM = 1 << 20  # bytes; below, all ranks of a host taking part costs more than it gains
 WINDOW = 2 << 20  # bytes; of larger tensors, a part is summed while another one crosses

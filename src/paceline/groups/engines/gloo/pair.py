@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed import Work as TorchWork
 
-from .engine import Call
-from .work import Together, Watcher, Work, Wrapped
+from ...engine import Call
+from ...work import Together, Watcher, Work, Wrapped
 
 _TAG = 0x70616366  # of the messages
 _FEW = 64 * 1024  # bytes: so many are gathered, which costs one work instead of two

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed import Work as TorchWork
 
-from .._transport import Clock, on_all, prove_hosts, shortage
-from ..errors import (
+from ...._transport import Clock, on_all, prove_hosts, shortage
+from ....errors import (
     CollectiveArgumentError,
     CollectiveTimeoutError,
     EngineUnavailableError,
@@ -49,16 +49,16 @@ from ..errors import (
     RankUnableError,
     UnsupportedError,
 )
-from . import integer_mean
-from .engine import Call, Capabilities
-from .hybrid_calls import HEAD, INLINE, as_bytes, describe, is_inline, tell
-from .hybrid_collectives import Collectives
-from .hybrid_faults import News
-from .hybrid_hosts import Gloo, Hosts
-from .hybrid_messages import Messages
-from .hybrid_steps import Steps, Time
-from .lane import Lane, LaneWork
-from .shm_backend import ShmEngine
+from ...engine import Call, Capabilities
+from .. import integer_mean
+from ..lane import Lane, LaneWork
+from ..shm import ShmEngine
+from .calls import HEAD, INLINE, as_bytes, describe, is_inline, tell
+from .collectives import Collectives
+from .faults import News
+from .hosts import Gloo, Hosts
+from .messages import Messages
+from .steps import Steps, Time
 
 _T = TypeVar("_T")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed import Work as TorchWork
 
-from .._transport import Clock
-from .engine import Call
-from .gloo_links import Links
-from .torch_backend import TorchEngine, open_gloo
+from ...._transport import Clock
+from ...engine import Call
+from ..gloo.links import Links
+from ..torch_engine import TorchEngine, open_gloo
 
 
 @dataclass(frozen=True)

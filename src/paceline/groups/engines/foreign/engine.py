@@ -23,10 +23,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from ..errors import RendezvousError, UnsupportedError
-from .engine import COMBINE, TORCH_OPS, Call, Capabilities
-from .foreign_work import ForeignWork, as_real, overrides
-from .work import Together, Watcher, Work
+from ....errors import RendezvousError, UnsupportedError
+from ...engine import COMBINE, TORCH_OPS, Call, Capabilities
+from ...work import Together, Watcher, Work
+from .work import ForeignWork, as_real, overrides
 
 _O = TypeVar("_O")
 _counted: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # groups whose ranks are as they say

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from .._transport import Clock, fetch
-from ..errors import (
+from ...._transport import Clock, fetch
+from ....errors import (
     CollectiveTimeoutError,
     EngineUnavailableError,
     GroupClosedError,
@@ -31,8 +31,8 @@ from ..errors import (
     PeerLeftError,
     RendezvousError,
 )
-from .engine import Call
-from .threads_calls import Difference, Part, find_difference, flat, results, settle
+from ...engine import Call
+from .calls import Difference, Part, find_difference, flat, results, settle
 
 # Where ranks of one process find each other: by a key they have from their store. Forked children
 # have the name of their parent, hence the process id beside it.

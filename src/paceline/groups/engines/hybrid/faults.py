@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 from torch.distributed import Store
 
-from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError, PeerLeftError
-from .engine import Call
+from ....errors import CollectiveTimeoutError, GroupError, PeerDiedError, PeerLeftError
+from ...engine import Call
 
 _T = TypeVar("_T")
 

@@ -17,11 +17,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import Work as TorchWork
 
-from ..errors import UnexpectedOptionError, UnknownOptionError
+from ...errors import UnexpectedOptionError, UnknownOptionError
+from ..engine import TORCH_OPS, Call, Capabilities
+from ..work import Together, Watcher, Wrapped
 from . import integer_mean
-from .engine import TORCH_OPS, Call, Capabilities
-from .gloo_pair import Pair
-from .work import Together, Watcher, Wrapped
+from .gloo.pair import Pair
 
 _GLOO_REDUCES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8}

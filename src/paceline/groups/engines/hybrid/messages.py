@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
-from .._transport import DTYPE_CODES
-from ..errors import CollectiveArgumentError, MismatchError
-from .engine import Call
-from .hybrid_calls import DTYPES, as_bytes
-from .hybrid_steps import Steps
-from .work import Together, Watcher, Work
+from ...._transport import DTYPE_CODES
+from ....errors import CollectiveArgumentError, MismatchError
+from ...engine import Call
+from ...work import Together, Watcher, Work
+from .calls import DTYPES, as_bytes
+from .steps import Steps
 
 _TAGS = 1 << 30  # a user's tags are even ones of gloo's, payloads have the odd ones
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .engine import Call, Capabilities
-from .work import Finished
+from ..engine import Call, Capabilities
+from ..work import Finished
 
 
 class FakeEngine:

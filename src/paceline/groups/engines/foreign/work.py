@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
-from ..errors import UnsupportedError
-from .work import Watcher, Work, wait_for
+from ....errors import UnsupportedError
+from ...work import Watcher, Work, wait_for
 
 
 class ForeignWork(Work):

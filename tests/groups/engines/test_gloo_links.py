@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from paceline._transport import Clock
-from paceline.groups.gloo_links import Links
+from paceline.groups.engines.gloo.links import Links
 
 _SOON = timedelta(seconds=5)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from paceline.groups import Call
-from paceline.groups.device_backend import DeviceEngine
-from paceline.groups.fake_backend import FakeEngine
+from paceline.groups.engines.by_device import DeviceEngine
+from paceline.groups.engines.fake import FakeEngine
 
 
 def test_a_call_goes_to_the_engine_of_its_tensors_which_is_opened_once() -> None:

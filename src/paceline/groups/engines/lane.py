@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .work import Watcher, Work
+from ..work import Watcher, Work
 
 
 class LaneWork(Work):

@@ -19,7 +19,8 @@ from paceline.errors import (
     RanksFailedError,
     WaitTimeoutError,
 )
-from paceline.groups import Call, Group, new_group, threads_world
+from paceline.groups import Call, Group, new_group
+from paceline.groups.engines.threads import world
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.groups import reference
 
@@ -373,14 +374,14 @@ def test_shutdown_finishes_what_was_started() -> None:
 def test_an_error_inside_a_collective_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute = threads_world.results
+    compute = world.results
 
     def fail_on_rank_1(parts: object, rank: int) -> list[Tensor]:
         if rank == 1:
             raise MemoryError("no room")
         return compute(parts, rank)
 
-    monkeypatch.setattr(threads_world, "results", fail_on_rank_1)
+    monkeypatch.setattr(world, "results", fail_on_rank_1)
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, lambda group: group.all_reduce(torch.ones(1)))
     assert isinstance(caught.value.__cause__, MemoryError)

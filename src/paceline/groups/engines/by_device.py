@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
-from .engine import Call, Engine
+from ..engine import Call, Engine
 
 Open = Callable[[torch.device], Engine]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 from torch.distributed import Store
 
-from .._transport import Clock, fetch
+from ...._transport import Clock, fetch
 
 Address = tuple[str, int]
 

@@ -1,6 +1,6 @@
 """The threads engine: ranks that are threads of one process, for tests and debuggers.
 
-Ranks share a :class:`World` (``threads_world.py``), where collectives and messages meet.
+Ranks share a :class:`World` (``world.py``), where collectives and messages meet.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.distributed import Work as TorchWork
 
-from .._transport import Clock
-from ..errors import GroupError, MismatchError
-from .engine import Call, Capabilities
-from .lane import Lane
-from .threads_calls import reduces, settle
-from .threads_world import Receipt, World
-from .work import Finished, Watcher, Work
+from ...._transport import Clock
+from ....errors import GroupError, MismatchError
+from ...engine import Call, Capabilities
+from ...work import Finished, Watcher, Work
+from ..lane import Lane
+from .calls import reduces, settle
+from .world import Receipt, World
 
 
 class Receiving(Work):

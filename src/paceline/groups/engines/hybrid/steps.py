@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
-from .._transport import Clock
-from .engine import Call, Kind
-from .hybrid_hosts import Gloo, Hosts
-from .shm_backend import ShmEngine
+from ...._transport import Clock
+from ...engine import Call, Kind
+from ..shm import ShmEngine
+from .hosts import Gloo, Hosts
 
 
 class Time:
@@ -20,7 +20,7 @@ class Time:
 
     Steps that wait for a rank that waits itself get a little more, so that the rank that waits for
     the culprit gives up first, and says who it was. On a busy machine it may not be the first;
-    whoever is gives it some more time to say so (``hybrid_backend.py``).
+    whoever is gives it some more time to say so (``engine.py``).
     """
 
     def __init__(self, seconds: float) -> None:

@@ -27,8 +27,8 @@ from paceline.errors import (
     PeerLeftError,
 )
 from paceline.groups import Group
-from paceline.groups.hybrid_collectives import STRIPED_FROM, WINDOW
-from paceline.groups.hybrid_hosts import Hosts
+from paceline.groups.engines.hybrid.collectives import STRIPED_FROM, WINDOW
+from paceline.groups.engines.hybrid.hosts import Hosts
 from paceline.testing import Meeting, spawn_ranks
 from tests.groups import netns, reference
 from tests.groups.test_unequal_ranks import check_means

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from .._transport import (
+from ..._transport import (
     DTYPE_CODES,
     KIND_CODES,
     MAX_RANKS,
@@ -22,8 +22,8 @@ from .._transport import (
     byte_table,
     pointer_table,
 )
-from .engine import Call, Capabilities
-from .work import Watcher, Work
+from ..engine import Call, Capabilities
+from ..work import Watcher, Work
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Groups that others wrote in Python, under our interface."""

@@ -1,0 +1,1 @@
+"""What is particular to gloo: its connections, and two ranks over it."""

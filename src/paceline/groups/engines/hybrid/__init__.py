@@ -1,0 +1,1 @@
+"""Shared memory inside each host, gloo between hosts; the essay is in ``engine.py``."""
