@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from paceline.cli.demo_gpt import Block, CharGPT, loss_of
-from paceline.cli.demo_text import VOCAB, Batch, batches, load_text
+from paceline.cli.demo.gpt import Block, CharGPT, loss_of
+from paceline.cli.demo.text import VOCAB, Batch, batches, load_text
 
 __all__ = ["VOCAB", "Batch", "Block", "CharGPT", "batches", "load_text", "loss_of"]
 

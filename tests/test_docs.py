@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import paceline
 import paceline.errors
 import paceline.testing
-from paceline.cli.doctor_facts import BETWEEN_US, OWN
+from paceline.cli.doctor.facts import BETWEEN_US, OWN
 from paceline.groups import capabilities
 from paceline.testing import Meeting, spawn_ranks
 

@@ -69,9 +69,11 @@ def test_a_disk_that_is_full_is_told_in_one_line() -> None:
     assert child.returncode == 1
 
 
-def test_every_command_is_a_function_named_like_its_file() -> None:
+def test_every_command_is_a_function_named_like_its_file_or_folder() -> None:
     for name in COMMANDS:
-        tree = ast.parse((HOME / f"{name}.py").read_text())
+        folder, file = HOME / name / "command.py", HOME / f"{name}.py"
+        assert folder.exists() != file.exists()
+        tree = ast.parse((folder if folder.exists() else file).read_text())
         assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 

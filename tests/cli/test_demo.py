@@ -17,15 +17,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from paceline.cli import demo_tasks, live, main
-from paceline.cli.demo import _run, _tell_what_auto_picks, busy_note, summary
-from paceline.cli.demo_compare import Comparison
-from paceline.cli.demo_gpt import CharGPT, columns_of, loss_of, losses_of, squared_relu, write
-from paceline.cli.demo_pace import EVERY, Clock, Pace
-from paceline.cli.demo_rank import Ending, Plan, Trainer
-from paceline.cli.demo_talk import Checked, Listener, Message, Stage, Teller, Tick
-from paceline.cli.demo_tasks import TASKS, GptTask
-from paceline.cli.demo_text import Batch, batches, cut, load_library, to_numbers, to_text
+from paceline.cli import main
+from paceline.cli.demo import live
+from paceline.cli.demo import tasks as demo_tasks
+from paceline.cli.demo.command import _run, _tell_what_auto_picks, busy_note, summary
+from paceline.cli.demo.compare import Comparison
+from paceline.cli.demo.gpt import CharGPT, columns_of, loss_of, losses_of, squared_relu, write
+from paceline.cli.demo.pace import EVERY, Clock, Pace
+from paceline.cli.demo.rank import Ending, Plan, Trainer
+from paceline.cli.demo.talk import Checked, Listener, Message, Stage, Teller, Tick
+from paceline.cli.demo.tasks import TASKS, GptTask
+from paceline.cli.demo.text import Batch, batches, cut, load_library, to_numbers, to_text
 from paceline.groups import Availability, Group, capabilities
 from paceline.testing import run_ranks
 

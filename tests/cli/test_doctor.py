@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import doctor as command
 from paceline.cli import main
-from paceline.cli.doctor_advice import advise, pick, version_of
-from paceline.cli.doctor_facts import Facts, gather, launchers_in, settings_in
-from paceline.cli.doctor_machine import (
+from paceline.cli.doctor import command
+from paceline.cli.doctor.advice import advise, pick, version_of
+from paceline.cli.doctor.facts import Facts, gather, launchers_in, settings_in
+from paceline.cli.doctor.machine import (
     Cores,
     Host,
     Interface,
@@ -21,7 +21,8 @@ from paceline.cli.doctor_machine import (
     interfaces,
     read_memory,
 )
-from paceline.cli.doctor_probe import Probe, last_line, probe
+from paceline.cli.doctor.probe import Probe, probe
+from paceline.cli.failures import last_line
 from paceline.groups import Availability, capabilities
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.recorder.run import path_of
-from tests.recorder.report_runs import made_up_run, write_run
+from tests.recorder.report.runs import made_up_run, write_run
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The command line: ``paceline run | demo | doctor | report | bench``.
 
-Each command is one file with one function of the same name, imported when it is asked for.
+Each command is one file or folder with one function of the same name, imported when it is asked
+for.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from . import say
 
 STDOUT = 1
 
-# What `paceline --help` says of each; the file of that name has a function of that name.
+# What `paceline --help` says of each; the file or folder of that name has a function of that name.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": "Start a script on several ranks, on one machine or many.",

@@ -1,0 +1,306 @@
+"""Starts this machine's ranks through torch's elastic agent, watches them, and ends them.
+
+The agent sets the environment, restarts and talks to the other machines' agents. What is ours:
+output through pipes that ``screen.py`` reads, how a failure is told (``verdict.py``), and
+that nothing is left running: every rank has a session of its own, which is ended as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from .. import say
+from .meeting import Meeting
+from .screen import Reader
+from .signals import heeded
+from .survivors import Losses, Outlook, read_survivors, tell_lost, without
+from .verdict import Ending, Verdict, describe, judge, read_reports, runs, why_again
+
+_KILLED = 2.0  # seconds that the kernel has to end a process that was killed
+_LONE = 10.0  # seconds after which it is said that a rank has ended while others run
+_PAUSE = 0.02
+_INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIGINT
+
+
+class Pipes(LogsSpecs):
+    """Named pipes for the ranks' output, and a folder for their notes; one set for each attempt."""
+
+    def __init__(self, folder: Path, reader: Reader, patience: float) -> None:
+        super().__init__(str(folder))
+        self.reader = reader
+        self.patience = patience
+        self.attempt = Attempt(folder)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder that holds everything."""
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the pipes of one attempt; torch calls it right before the ranks start."""
+        number = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
+        folder = Path(self.root_log_dir, f"attempt-{number}-{time.monotonic_ns()}")
+        folder.mkdir()
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        self.attempt = Attempt(folder, ranks, int(envs[0]["WORLD_SIZE"]), int(number))
+        self.attempt.losses = Losses(self.patience)
+        for local, env in envs.items():
+            env["PACELINE_NOTES"] = str(folder)
+            env["PACELINE_LAUNCHER"] = str(os.getpid())
+            env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{local}.json")
+        return LogsDest(
+            stdouts={local: self._pipe(folder, rank, 1) for local, rank in ranks.items()},
+            stderrs={local: self._pipe(folder, rank, 2) for local, rank in ranks.items()},
+            error_files={local: env["TORCHELASTIC_ERROR_FILE"] for local, env in envs.items()},
+        )
+
+    def _pipe(self, folder: Path, rank: int, number: int) -> str:
+        path = str(folder / f"pipe-{rank}-{number}")
+        os.mkfifo(path, 0o600)
+        self.reader.add(path, rank, number)
+        return path
+
+
+@dataclass
+class Attempt:
+    """One start of this machine's ranks."""
+
+    notes: Path
+    ranks: dict[int, int] = field(default_factory=dict)  # by local rank
+    size: int = 0
+    number: int = 0
+    endings: dict[int, Ending] = field(default_factory=dict)  # by rank
+    pids: dict[int, int] = field(default_factory=dict)  # by rank
+    failing_since: dict[int, float] = field(default_factory=dict)  # by rank: its script has failed
+    losses: Losses = field(default_factory=lambda: Losses(0.0))
+    told_lone: bool = False
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks that have ended badly, of themselves."""
+        return sorted(rank for rank, end in self.endings.items() if end.code and not end.stopped)
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose processes have not ended."""
+        return sorted(self.pids.keys() - self.endings.keys())
+
+    def verdict(self) -> Verdict | None:
+        """Who failed first of those that the run needs; None while nobody has."""
+        lost = self.losses.lost
+        needed = {rank: end for rank, end in self.endings.items() if rank not in lost}
+        return judge(needed, read_reports(self.notes), self.size)
+
+    def why(self, rank: int) -> str:
+        """How a rank that has ended did so."""
+        return describe(self.endings[rank], read_reports(self.notes).get(rank))
+
+
+class FailedElsewhereError(Exception):
+    """Another machine has given up, for the reason that it has sent."""
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent for the ranks of one machine, with our way of watching and ending them."""
+
+    def __init__(self, spec: WorkerSpec, pipes: Pipes, grace: float) -> None:
+        super().__init__(spec, pipes)
+        self.pipes = pipes
+        self.grace = grace
+        self.meeting = spec.rdzv_handler
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest start of the ranks."""
+        return self.pipes.attempt
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self.attempt.pids = {self.attempt.ranks[local]: pid for local, pid in started.items()}
+        return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        why = why_again(self.attempt.verdict(), worker_group.group_world_size or 1)
+        say.note(f"{why}; all ranks start again ({self._remaining_restarts} more tries after this)")
+        super()._restart_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look after the ranks; torch calls it ten times a second."""
+        self._note_endings()
+        attempt = self.attempt
+        outlook = self._look()
+        if outlook is Outlook.HOPELESS:
+            self._end_ranks(ways_to_end(False, self.grace))
+            self._kill(attempt.pids)
+        elif outlook is Outlook.GOOD and attempt.endings:
+            self._tell_of_lone_ranks()
+        self._end_lingerers()
+        if attempt.running:  # torch's own look would end them all without asking why
+            return RunResult(state=WorkerState.HEALTHY)
+        if outlook is Outlook.GOOD and attempt.losses.lost:
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ranks.values()))
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _look(self) -> Outlook:
+        """See what becomes of the ranks that have failed, here and on other machines."""
+        attempt, survivors = self.attempt, read_survivors(self.attempt.notes)
+        known = set(attempt.losses.lost)
+        failed, reason = attempt.failed, ""
+        if isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
+            gone = self.meeting.lost()
+            if not gone:
+                raise FailedElsewhereError(reason)
+            failed = sorted({*failed, *gone})
+        outlook = attempt.losses.look(failed, attempt.running, survivors, time.monotonic())
+        for rank in sorted(attempt.losses.lost.keys() - known):
+            self._go_on_without(rank)
+        if reason and not attempt.failed and outlook is Outlook.HOPELESS:
+            raise FailedElsewhereError(reason)
+        if behind := attempt.losses.left_behind(attempt.running, survivors):
+            self._end_those_left_behind(behind)
+        return outlook
+
+    def _go_on_without(self, rank: int) -> None:
+        """Tell that a rank is lost, and leave nothing of it."""
+        attempt = self.attempt
+        why = attempt.why(rank) if rank in attempt.endings else ""
+        say.complain(tell_lost(rank, attempt.size, why, attempt.losses.lost[rank]))
+        self._kill([rank])
+        (attempt.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
+
+    def _end_those_left_behind(self, ranks: Collection[int]) -> None:
+        say.note(f"the others went on without rank {runs(sorted(ranks))} and have ended; so it is")
+        self._end_ranks(ways_to_end(False, self.grace))
+        self._kill(ranks)
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines; torch calls it when all ranks of this one have ended."""
+        if not isinstance(self.meeting, Meeting):
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        else:
+            limit = timedelta(seconds=self._exit_barrier_timeout)
+            left = without(read_survivors(self.attempt.notes))
+            if reason := self.meeting.finish(limit, left):
+                raise FailedElsewhereError(reason)
+
+    def _tell_of_lone_ranks(self) -> None:
+        attempt = self.attempt
+        since = max(end.when for end in attempt.endings.values())
+        if not attempt.running or attempt.told_lone or time.monotonic() - since < _LONE:
+            return
+        attempt.told_lone = True
+        gone, left = sorted(attempt.endings), attempt.running
+        say.note(
+            f"rank {runs(gone)} ended {_LONE:g} s ago with exit code 0; rank {runs(left)} still "
+            f"runs{', maybe waiting for it' if len(gone) == 1 else ''}"
+        )
+
+    def _end_lingerers(self) -> None:
+        """End ranks whose script has failed and whose process goes on, such as in a lock."""
+        attempt, now = self.attempt, time.monotonic()
+        for rank in read_reports(attempt.notes):
+            since = attempt.failing_since.setdefault(rank, now)
+            if now - since > self.grace and rank in attempt.running:
+                _signal([attempt.pids[rank]], signal.SIGKILL)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End every rank; torch calls it however the run ends, with the signal if there was one."""
+        by_hand = death_sig is signal.SIGINT
+        try:
+            if by_hand and self.attempt.running:
+                say.note(f"the ranks have {self.grace:g} s to end; Ctrl-C again ends them at once")
+            self._end_ranks(ways_to_end(by_hand, self.grace))
+        except (SignalException, KeyboardInterrupt):
+            for number in heeded():
+                signal.signal(number, signal.SIG_IGN)  # a third one has nothing left to do
+            say.note("ending all ranks at once")
+            if death_sig is None:  # between two attempts: there shall be no other
+                raise
+        finally:
+            # What a good run has started in the background may stay.
+            failed = set(self.attempt.failed) - self.attempt.losses.lost.keys()
+            if failed or death_sig is not None or self.attempt.running:
+                self._kill(self.attempt.pids)
+            super()._shutdown(death_sig or signal.SIGTERM)
+            self._close_pipes()
+
+    def _end_ranks(self, steps: Collection[tuple[signal.Signals, float]]) -> None:
+        for number, seconds in steps:
+            self._note_endings()
+            running = self.attempt.running
+            _signal([self.attempt.pids[rank] for rank in running], number)
+            self._wait_for_ends(running, seconds, stopped=True)
+
+    def _kill(self, ranks: Collection[int]) -> None:
+        """Leave nothing of these ranks' sessions."""
+        sessions = {pid for rank, pid in self.attempt.pids.items() if rank in ranks}
+        for pid in members_of(sessions):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._wait_for_ends(ranks, _KILLED, stopped=True)
+
+    def _close_pipes(self) -> None:
+        """Close our ends of what ranks write to: torch does so only for ranks that it ended."""
+        for process in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            for pipe in (process._stdout, process._stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def _wait_for_ends(self, ranks: Collection[int], seconds: float, stopped: bool = False) -> None:
+        until = time.monotonic() + seconds
+        while set(ranks) & set(self.attempt.running) and time.monotonic() < until:
+            time.sleep(_PAUSE)
+            self._note_endings(stopped)
+
+    def _note_endings(self, stopped: bool = False) -> None:
+        if not isinstance(self._pcontext, SubprocessContext):
+            return
+        for local, process in self._pcontext.subprocess_handlers.items():
+            code = process.proc.poll()
+            rank = self.attempt.ranks[local]
+            if code is not None and rank not in self.attempt.endings:
+                self.attempt.endings[rank] = Ending(code, time.monotonic(), stopped)
+
+
+def ways_to_end(by_hand: bool, grace: float) -> tuple[tuple[signal.Signals, float], ...]:
+    """What a rank is sent when it has to end, and the seconds it has after each."""
+    if by_hand:
+        return (signal.SIGINT, grace), (signal.SIGTERM, min(grace, _INSISTED))
+    return ((signal.SIGTERM, grace),)
+
+
+def _signal(leaders: Collection[int], number: signal.Signals) -> None:
+    for pid in leaders:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+            os.killpg(pid, signal.SIGCONT)  # a stopped one would not notice
+
+
+def members_of(sessions: Collection[int]) -> Iterator[int]:
+    """The processes of these sessions: ranks, and all they have started that did not leave."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) in sessions:
+                    yield int(entry.name)

@@ -1,0 +1,113 @@
+"""``paceline run``: its options. What comes of them is in ``start.py``.
+
+``--standalone`` and ``--rdzv-backend`` are torchrun's and need not be given: one machine always
+stands alone, and several meet in the way that their number allows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .. import say
+
+
+def _option(panel: str, value: str, text: str) -> Any:
+    """An option that takes a value; ``--help`` lists it in its panel."""
+    return typer.Option(help=text, metavar=value, rich_help_panel=panel)
+
+
+def _flag(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel)
+
+
+_HERE = "Ranks on this machine"
+_NPROC = _option(
+    _HERE, "N|auto", "How many; auto (the default): one for each GPU, or else for each core."
+)
+_THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
+_SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
+_MAX_RESTARTS = _option(_HERE, "N", "Start all ranks again after a failure, so often.")
+_GRACE = _option(
+    _HERE,
+    "SECONDS",
+    "How long ranks may take to end, such as to save, once they are told to or their script has "
+    "failed; who needs longer is killed.",
+)
+
+_PATIENCE = _option(
+    _HERE,
+    "SECONDS",
+    "How long ranks have after another's failure to end, or to recover from it "
+    "(Group.reconfigure); who does, goes on.",
+)
+
+_SCRIPT = "How the script runs"
+_MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
+_DROP_IN = _flag(
+    _SCRIPT,
+    "--drop-in",
+    "torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()).",
+)
+_BACKEND = _option(
+    _SCRIPT, "NAME", 'What init_process_group("paceline") and new_group("auto") pick.'
+)
+_RECORD = _option(
+    _SCRIPT, "DIR", "Keep the recorder's log of each rank there, for paceline report."
+)
+
+_MACHINES = "Several machines"
+_NNODES = _option(_MACHINES, "N", "How many machines; MIN:MAX where they may come and go.")
+_NODE_RANK = _option(_MACHINES, "N", "This machine's number, from 0; by default as they come.")
+_RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "Where they meet: an address of one of them.")
+_MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
+_MASTER_PORT = _option(_MACHINES, "PORT", "By default one that is free.")
+_RDZV_ID = _option(_MACHINES, "ID", "The run's name, for MIN:MAX.")
+_RAY = _option(
+    _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
+)
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    nproc: Annotated[str | None, _NPROC] = None,
+    threads: Annotated[int | None, _THREADS] = None,
+    show: Annotated[str, _SHOW] = "",
+    max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
+    grace: Annotated[float, _GRACE] = 30.0,
+    patience: Annotated[float, _PATIENCE] = 2.0,
+    module: Annotated[bool, _MODULE] = False,
+    drop_in: Annotated[bool, _DROP_IN] = False,
+    backend: Annotated[str, _BACKEND] = "auto",
+    record: Annotated[str, _RECORD] = "",
+    nnodes: Annotated[str | None, _NNODES] = None,
+    node_rank: Annotated[int | None, _NODE_RANK] = None,
+    rdzv_endpoint: Annotated[str | None, _RDZV_ENDPOINT] = None,
+    master_addr: Annotated[str | None, _MASTER_ADDR] = None,
+    master_port: Annotated[int | None, _MASTER_PORT] = None,
+    rdzv_id: Annotated[str | None, _RDZV_ID] = None,
+    ray: Annotated[str | None, _RAY] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
+    rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
+) -> int:
+    """Start a script on several ranks, on one machine or many.
+
+    The ranks find what torchrun would have set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so
+    scripts for torchrun run unchanged; torchrun's spellings of these options are understood. Under
+    srun or mpirun with one task for each rank, the process becomes that rank.
+
+    For example: paceline run --nproc 4 train.py --lr 0.1
+    """
+    from ...errors import LaunchError
+    from .launch import Conduct, Script
+    from .plan import Asked
+    from .start import start
+
+    asked = Asked(nproc, nnodes, node_rank, master_addr, master_port, rdzv_endpoint, rdzv_id)
+    chosen = Script(script, tuple(arguments or ()), module, backend, drop_in, record, threads)
+    try:
+        return start(asked, chosen, Conduct(max_restarts, grace, patience), show, ray)
+    except LaunchError as error:
+        say.fail(str(error))

@@ -1,0 +1,269 @@
+"""From the command line and the environment to a plan: which ranks this process starts, or is.
+
+Pure: nothing here starts, connects or looks at the machine. It tells three ways apart:
+
+- by hand, or once for each machine: start ``nproc`` ranks here (:class:`Launch`);
+- by srun or mpirun once for each rank: this process is that rank (:class:`Become`);
+- by srun once for each machine: start ``nproc`` ranks here, the machines counted by SLURM.
+
+Where the counts that were asked for and those that were started differ, that is an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...errors import LaunchCountError, LaunchError
+from ..machine import Machine
+from .schedulers import Task, find_task
+
+_FIRST_PORT, _PORTS = 10_000, 20_000  # below what kernels hand out to clients
+_RANKS_ANYWHERE, _RANKS_PER_CORE = 256, 8  # more than either is a slip of the finger
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of ``paceline run`` that decide who is started; None: not given."""
+
+    nproc: str | None = None  # a number or "auto"
+    nnodes: str | None = None  # a number or "min:max"
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start ``nproc`` ranks on this machine, one of ``min_nodes`` to ``max_nodes`` machines."""
+
+    nproc: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int | None = None  # None: machines are numbered as they come
+    address: str = "127.0.0.1"
+    port: int = 0  # any that is free
+    run_id: str = ""
+    why: str = ""  # how nproc came about, where it was not given
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of machines may change."""
+        return self.min_nodes != self.max_nodes
+
+
+@dataclass(frozen=True)
+class Become:
+    """Be one rank of a world that somebody else has started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    nodes: int
+    address: str
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables that torchrun would have set."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def make_plan(asked: Asked, environ: Mapping[str, str], machine: Machine) -> Launch | Become:
+    """Decide what to start, from the options, the environment and the machine."""
+    _refuse_nested(environ)
+    task = find_task(environ)
+    if task is None:
+        _refuse_half_a_job(asked, environ)
+        return _by_hand(asked, machine)
+    _check_nodes(asked, task)
+    if task.one_per_node and (asked.nproc is not None or task.launcher == "srun"):
+        return _one_machine_of(task, asked, machine)
+    return _one_rank_of(task, asked)
+
+
+def _refuse_nested(environ: Mapping[str, str]) -> None:
+    inside = "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys()
+    if inside:
+        rank, size = environ.get("RANK", "?"), environ.get("WORLD_SIZE", "?")
+        raise LaunchCountError(
+            f"this process is rank {rank} of {size} already, and would start ranks of its own",
+            "Call the script directly there, or unset RANK, LOCAL_RANK, WORLD_SIZE and "
+            "TORCHELASTIC_RUN_ID if they are left over.",
+            started=int(size) if size.isdigit() else 0,
+        )
+
+
+def _refuse_half_a_job(asked: Asked, environ: Mapping[str, str]) -> None:
+    """Notice a batch script of a job on many machines that starts us on the first one only."""
+    nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    if asked.nnodes is None and nodes.isdigit() and int(nodes) > 1:
+        raise LaunchCountError(
+            f"SLURM gave this job {nodes} machines, but paceline was started on one of them",
+            "Put srun before it (one task for each machine or each rank), or give --nnodes 1.",
+            int(nodes),
+            1,
+        )
+
+
+# -- by hand ----------------------------------------------------------------------------------
+
+
+def _by_hand(asked: Asked, machine: Machine) -> Launch:
+    nproc, why = choose_nproc(asked.nproc, machine)
+    least, most = parse_nodes(asked.nnodes or "1")
+    address, port = _meeting_point(asked)
+    if most == 1:
+        _check_node_rank(asked.node_rank or 0, 1)
+        return Launch(nproc, 1, 1, 0, address or "127.0.0.1", port, asked.rdzv_id or "", why)
+    if not address or not port:
+        raise LaunchError(
+            f"{most} machines need a place to meet",
+            "Give every machine the same --rdzv-endpoint HOST:PORT, HOST being one of them; or "
+            "--master-addr, --master-port and its own --node-rank.",
+        )
+    if asked.node_rank is not None:
+        _check_node_rank(asked.node_rank, most)
+    run_id = asked.rdzv_id or f"{address}:{port}"
+    return Launch(nproc, least, most, asked.node_rank, address, port, run_id, why)
+
+
+def choose_nproc(asked: str | None, machine: Machine) -> tuple[int, str]:
+    """The number of ranks on this machine, and why it is that one if nobody gave it."""
+    if asked is None or asked == "auto":
+        if machine.gpus:
+            return machine.gpus, "one for each GPU"
+        return machine.cores, "one for each core (torch sees no GPU)"
+    if asked == "cpu":
+        return machine.cores, "one for each core"
+    if asked == "gpu":
+        return _gpus_of(machine), "one for each GPU"
+    if not asked.isdecimal() or int(asked) < 1:
+        raise LaunchError(
+            f"--nproc is {asked}, and has to be a number of ranks from 1 on, or auto",
+            "auto takes one for each GPU, or else one for each core.",
+        )
+    if int(asked) > max(_RANKS_ANYWHERE, _RANKS_PER_CORE * machine.cores):
+        raise LaunchError(
+            f"--nproc is {asked}, and this machine has {machine.cores} cores",
+            "That many processes of torch would bring it down; spread them over machines.",
+        )
+    return int(asked), ""
+
+
+def _gpus_of(machine: Machine) -> int:
+    if not machine.gpus:
+        raise LaunchError("--nproc is gpu, and torch sees no GPU", "Give a number, or auto.")
+    return machine.gpus
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """``"4"`` or ``"2:4"`` as the least and the most machines.
+
+    >>> parse_nodes("2:4")
+    (2, 4)
+    """
+    least, _, most = text.partition(":")
+    if not least.isdecimal() or not (most or "1").isdecimal():
+        raise LaunchError(f"--nnodes is {text}", "Give a number of machines, or MIN:MAX.")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1]:
+        raise LaunchError(f"--nnodes is {text}", "Give at least 1, and MIN no more than MAX.")
+    return found
+
+
+def _meeting_point(asked: Asked) -> tuple[str, int]:
+    """Host and port from either pair of options; empty and 0 where they do not say."""
+    if asked.rdzv_endpoint is None:
+        return asked.master_addr or "", _check_port(asked.master_port or 0)
+    host, colon, port = asked.rdzv_endpoint.rpartition(":")
+    if not colon:
+        host, port = asked.rdzv_endpoint, str(asked.master_port or 29400)  # torchrun's
+    if not host or not port.isdecimal():
+        raise LaunchError(f"--rdzv-endpoint is {asked.rdzv_endpoint}", "Give HOST:PORT.")
+    return host.strip("[]"), _check_port(int(port))
+
+
+def _check_port(port: int) -> int:
+    if not 0 <= port < 2**16:
+        raise LaunchError(f"{port} is no port", "Ports go from 1 to 65535.")
+    return port
+
+
+def _check_node_rank(rank: int, nodes: int) -> None:
+    if not 0 <= rank < nodes:
+        raise LaunchCountError(
+            f"--node-rank is {rank}, and --nnodes is {nodes}",
+            "Machines are numbered from 0; give every machine the same --nnodes.",
+            nodes,
+        )
+
+
+# -- started by srun or mpirun ----------------------------------------------------------------
+
+
+def _check_nodes(asked: Asked, task: Task) -> None:
+    if asked.nnodes is not None and parse_nodes(asked.nnodes) != (task.nodes, task.nodes):
+        raise LaunchCountError(
+            f"--nnodes is {asked.nnodes}, but {task.launcher} has started {task.nodes}",
+            f"Leave --nnodes out: {task.launcher} says it.",
+            parse_nodes(asked.nnodes)[1],
+            task.nodes,
+        )
+
+
+def _one_machine_of(task: Task, asked: Asked, machine: Machine) -> Launch:
+    nproc, why = choose_nproc(asked.nproc, machine)
+    if task.nodes == 1:
+        return Launch(nproc, 1, 1, 0, "127.0.0.1", asked.master_port or 0, "", why)
+    address, port = _address(task, asked), asked.master_port or port_of(task.job)
+    return Launch(nproc, task.nodes, task.nodes, task.node_rank, address, port, task.job, why)
+
+
+def _one_rank_of(task: Task, asked: Asked) -> Become:
+    if asked.nproc not in (None, "auto") and asked.nproc != str(task.local_size):
+        raise LaunchCountError(
+            f"--nproc is {asked.nproc}, but {task.launcher} has started {task.local_size} here "
+            f"({task.size} in all), one for each rank",
+            f"Leave --nproc out, or let {task.launcher} start one for each machine.",
+            int(asked.nproc) if asked.nproc and asked.nproc.isdigit() else 0,
+            task.local_size,
+        )
+    address = "127.0.0.1" if task.local_size == task.size else _address(task, asked)
+    return Become(
+        task.rank,
+        task.local_rank,
+        task.size,
+        task.local_size,
+        task.node_rank,
+        task.nodes,
+        asked.master_addr or address,
+        asked.master_port or port_of(task.job),
+    )
+
+
+def _address(task: Task, asked: Asked) -> str:
+    if asked.master_addr or task.first_host:
+        return asked.master_addr or task.first_host
+    raise LaunchError(
+        f"{task.launcher} has started ranks on several machines and does not say where rank 0 is",
+        "Give --master-addr with the address of the first machine.",
+    )
+
+
+def port_of(job: str) -> int:
+    """A port that all ranks of ``job`` compute alike, and other jobs most likely do not."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

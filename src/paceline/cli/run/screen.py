@@ -1,0 +1,193 @@
+"""Shows what the ranks write, line by line, each with its rank; a thread that reads their pipes.
+
+On a terminal every rank has a colour, and a progress bar stays below the lines of the others. In a
+file or a pipe a bar becomes a line now and then, and its last state.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from .. import say
+from .lines import IDLE, Lines, Piece
+
+_COLOURS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
+_BAR_EVERY = 5.0  # seconds between two lines of one bar where it cannot be overwritten
+_CHUNK = 1 << 16
+_DRAIN = 2.0  # seconds at the end for what is still in the pipes
+
+
+@dataclass
+class Bar:
+    """What stands on the terminal without a line end, and whose it is."""
+
+    rank: int = -1
+    text: str = ""
+
+
+@dataclass
+class Screen:
+    """One output stream of ours, shared by all ranks; streams of one terminal share ``bar``."""
+
+    stream: TextIO
+    bar: Bar = field(default_factory=Bar)
+    clock: Callable[[], float] = time.monotonic
+    _shown: dict[int, float] = field(default_factory=dict)  # when a rank's bar last became a line
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether what is shown can be taken back; elsewhere half a line would be there twice."""
+        return self.stream.isatty()
+
+    def show(self, rank: int, piece: Piece) -> None:
+        """Show a piece; the bar of another rank moves below it."""
+        text = f"{self._mark(rank)} {piece.text}"
+        wipe = "\r\x1b[K" if self.bar.text else ""
+        if piece.over and self.bar.rank == rank:
+            self.bar.text = ""
+        if piece.over:
+            self._shown.pop(rank, None)
+            self._write(f"{wipe}{text}\n{self.bar.text}")
+        elif self.overwrites:
+            self.bar.rank, self.bar.text = rank, text
+            self._write(wipe + text)
+        elif self._bar_is_due(rank):
+            self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:  # a locale that does not know these letters
+            known = self.stream.encoding
+            self.stream.write(text.encode(known, "backslashreplace").decode(known))
+
+    def end_bar(self) -> None:
+        """Leave the last bar where it stands."""
+        if self.bar.text:
+            self.bar.text = ""
+            self.stream.write("\n")
+
+    def _bar_is_due(self, rank: int) -> bool:
+        now = self.clock()
+        due = now - self._shown.get(rank, -_BAR_EVERY) >= _BAR_EVERY
+        if due:
+            self._shown[rank] = now
+        return due
+
+    def _mark(self, rank: int) -> str:
+        return say.paint(f"[{rank}]", _COLOURS[rank % len(_COLOURS)], self.stream)
+
+
+@dataclass(eq=False)
+class _Source:
+    """One stream of one rank, and where it is shown."""
+
+    rank: int
+    screen: Screen
+    hidden: bool
+    lines: Lines = field(default_factory=Lines)
+
+
+class Reader:
+    """Reads the ranks' pipes and shows what comes, until it is closed."""
+
+    def __init__(self, show: Collection[int] = ()) -> None:
+        self._show = show  # ranks whose stdout is shown; empty: all
+        bar = Bar()
+        self._screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._end, self._ender = os.pipe()
+        self._selector.register(self._end, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="paceline output", daemon=True)
+        self._thread.start()
+
+    def add(self, path: str, rank: int, number: int) -> None:
+        """Read the named pipe ``path``, the rank's stdout (1) or stderr (2)."""
+        # Opened for writing too: a pipe without writers, between restarts, is not at its end.
+        pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        hidden = number == 1 and bool(self._show) and rank not in self._show
+        with self._lock:
+            self._selector.register(
+                pipe, selectors.EVENT_READ, _Source(rank, self._screens[number], hidden)
+            )
+
+    def close(self) -> None:
+        """Show what the ranks have written so far, and end."""
+        os.close(self._ender)
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fd)
+            os.close(key.fd)
+        self._selector.close()
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            for key, _ in self._selector.select(IDLE):
+                if key.data is None:
+                    going = False
+                else:
+                    self._take(key)
+            for key in self._sources():
+                if key.data.screen.overwrites:
+                    self._emit(key, key.data.lines.idle(time.monotonic()))
+        self._drain()
+
+    def _drain(self) -> None:
+        until = time.monotonic() + _DRAIN  # what a rank left running may write without end
+        while sum(self._take(key) for key in self._sources()) and time.monotonic() < until:
+            pass
+        for key in self._sources():
+            self._emit(key, key.data.lines.rest())
+        for screen in self._screens.values():
+            screen.end_bar()
+            _flush(screen)
+
+    def _sources(self) -> list[selectors.SelectorKey]:
+        with self._lock:
+            return [key for key in self._selector.get_map().values() if key.data is not None]
+
+    def _take(self, key: selectors.SelectorKey) -> int:
+        try:
+            data = os.read(key.fd, _CHUNK)
+        except BlockingIOError:
+            return 0
+        self._emit(key, key.data.lines.feed(data, time.monotonic()))
+        return len(data)
+
+    def _emit(self, key: selectors.SelectorKey, pieces: Iterator[Piece]) -> None:
+        source: _Source = key.data
+        try:
+            for piece in pieces:
+                if not source.hidden:
+                    source.screen.show(source.rank, piece)
+            source.screen.stream.flush()
+        except BrokenPipeError:
+            # Nobody reads us any more, as in `| head`: the ranks shall learn it as we did.
+            self._selector.unregister(key.fd)
+            os.close(key.fd)
+        except OSError as error:  # such as a full disk: no reason for the ranks to stop
+            _let_go(source.screen)
+            say.complain(f"what the ranks write is not shown any more ({error.strerror})")
+
+
+def _flush(screen: Screen) -> None:
+    try:
+        screen.stream.flush()
+    except OSError:
+        _let_go(screen)
+
+
+def _let_go(screen: Screen) -> None:
+    """Write to nowhere from now on; Python would complain again when it closes the stream."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, screen.stream.fileno())
+    os.close(nowhere)

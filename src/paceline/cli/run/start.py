@@ -1,0 +1,101 @@
+"""From the options of ``paceline run`` to ranks: checks first, then the plan, then the launch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from ...errors import LaunchError
+from .. import say
+from ..machine import ThisMachine
+from .launch import Conduct, Script, become, launch
+from .plan import Asked, Become, make_plan
+from .record import check_record
+
+ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
+_LONGEST = 86_400.0  # seconds; a day
+
+
+def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | None) -> int:
+    """Start what was asked for and return its exit code; nothing is started that cannot work."""
+    check_target(script)
+    check_numbers(script, conduct)
+    check_backend(script.backend)
+    check_record(script.record)
+    shown = parse_ranks(show)
+    if ray is not None:
+        from .on_ray import launch_on_ray
+
+        return launch_on_ray(ray, asked, script, conduct, shown)
+    plan = make_plan(asked, os.environ, ThisMachine())
+    if isinstance(plan, Become):
+        become(plan, script)
+    if plan.why and plan.node_rank in (None, 0):
+        say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
+    return launch(plan, script, conduct, shown)
+
+
+def check_target(script: Script) -> None:
+    """Refuse a script or module that is not there."""
+    if script.module:
+        return _check_module(script.target)
+    path = Path(script.target)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise LaunchError(f"{path} is a folder without a __main__.py", "Give a script.")
+    if not path.exists():
+        hint = f"For a module, give -m {script.target}" if not path.suffix else "Look at its path"
+        raise LaunchError(f"there is no script {path} in {Path.cwd()}", f"{hint}.")
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"{path} may not be read", "Look at its permissions (ls -l).")
+    return None
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise LaunchError(f"there is no module {top}", "Install it, or start where it lies.")
+
+
+def check_numbers(script: Script, conduct: Conduct) -> None:
+    """Refuse counts that cannot be."""
+    if script.threads is not None and script.threads < 1:
+        raise LaunchError(f"--threads is {script.threads}", "Each rank needs 1 at least.")
+    if conduct.max_restarts < 0:
+        raise LaunchError(f"--max-restarts is {conduct.max_restarts}", "Give 0 or more.")
+    for name, seconds in (("grace", conduct.grace), ("patience", conduct.patience)):
+        if not 0 <= seconds <= _LONGEST:  # nan is neither
+            raise LaunchError(f"--{name} is {seconds:g}", f"Give seconds, from 0 to {_LONGEST:g}.")
+
+
+def check_backend(name: str) -> None:
+    """Refuse an engine that is unknown, or that cannot be used on this machine."""
+    if name == "auto":
+        return
+    if name not in ENGINES:
+        raise LaunchError(f"there is no backend {name}", f"Known are {', '.join(ENGINES)}.")
+    from ...groups import capabilities
+
+    found = capabilities()[name]
+    if not found.available:
+        raise LaunchError(
+            f"the {name} backend cannot be used here: {found.reason}",
+            "Leave --backend out to take what works; paceline doctor says more.",
+        )
+
+
+def parse_ranks(text: str) -> Collection[int]:
+    """``"0,3"`` as numbers; empty stands for all ranks."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise LaunchError(f"--show is {text}", "Give ranks, as in 0 or 0,3.")
+    return frozenset(map(int, words))
