@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ._torch.c10d import devices_of
 from .errors import RendezvousError, ShardArgumentError, ShardMismatchError
 from .groups import Group, current_process_group
 
@@ -135,7 +136,7 @@ def _wrapped(group: ProcessGroup | None, values: object) -> Group:
             "Pass group=, or call torch.distributed.init_process_group first.",
         )
     wanted = values.device if isinstance(values, Tensor) else torch.device("cpu")
-    kinds = [device.type for device in group._device_types]
+    kinds = [device.type for device in devices_of(group)]
     if wanted.type in kinds or not kinds:
         return Group.wrap(group, wanted)
     return Group.wrap(group, torch.device(kinds[0]))

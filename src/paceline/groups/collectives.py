@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
+from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveArgumentError, ForkedError, GroupClosedError
 from ..recorder import events
@@ -561,7 +561,7 @@ class Collectives(ProcessGroup):
             )
         own = tensor.coalesce()
         counts = torch.empty(self._size, dtype=torch.int64, device=tensor.device)
-        self.all_gather_single(counts, counts.new_tensor([own._nnz()]), timeout)
+        self.all_gather_single(counts, counts.new_tensor([own.values().shape[0]]), timeout)
         entries = [int(n) for n in counts.tolist()]
         indices = [own.indices().new_empty(n, own.sparse_dim()) for n in entries]
         values = [own.values().new_empty(n, *own.values().shape[1:]) for n in entries]

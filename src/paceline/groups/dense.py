@@ -5,9 +5,9 @@ Also here: sums scaled beforehand (PREMUL_SUM), which only NCCL has of its own.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from .._torch.tensors import overlaps_itself
 from ..errors import CollectiveArgumentError
 from .engine import Call
 from .work import Finisher
@@ -41,7 +41,7 @@ def make_dense(call: Call, rank: int) -> Finisher | None:
 
 def _refuse_overlap(call: Call, rank: int) -> None:
     for tensor in call.outputs:
-        if torch._debug_has_internal_overlap(tensor) == 1:
+        if overlaps_itself(tensor):
             raise CollectiveArgumentError(
                 rank,
                 call.kind,

@@ -13,11 +13,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _current_process_group, _set_process_group
 from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.rendezvous import rendezvous
 
+from .._torch.c10d import current_group, default_group, set_current_group
 from .._transport import MAX_RANKS, agree_on, unavailable
 from ..errors import (
     BackendTakenError,
@@ -361,12 +360,12 @@ def _nccl_reason() -> str:
 
 def current_process_group() -> ProcessGroup:
     """The current thread's group, as :func:`process_group` set it; torch's own call agrees."""
-    return _current_process_group()
+    return current_group()
 
 
 def group_or_default(process_group: ProcessGroup | None) -> ProcessGroup:
     """The given group, else the current thread's, else torch's default."""
-    return process_group or current_process_group() or _get_default_group()
+    return process_group or current_process_group() or default_group()
 
 
 def group_to_call(group: ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -381,8 +380,8 @@ def group_to_call(group: ProcessGroup, device: torch.device) -> ProcessGroup:
 def process_group(pg: ProcessGroup) -> Generator[None, None, None]:
     """Make ``pg`` the current thread's group inside the ``with``; nests."""
     before = current_process_group()
-    _set_process_group(pg)
+    set_current_group(pg)
     try:
         yield
     finally:
-        _set_process_group(before)
+        set_current_group(before)

@@ -29,6 +29,7 @@ from torch.distributed import Work as TorchWork
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
+from .._torch import c10d
 from .._transport import Clock
 from ..errors import MonitoredBarrierError
 from ..recorder import events
@@ -255,7 +256,7 @@ class Group(Lineage):
             inner.rank(),
             inner.size(),
             options=GroupOptions(name, timeout, device),
-            members=torch_world.members_of(inner),
+            members=c10d.members_of(inner),
             wrapped=inner,
         )
 
@@ -276,7 +277,7 @@ class Group(Lineage):
     def unregister(self) -> None:
         """Undo :meth:`register`."""
         if self._registered:
-            torch_world.unregister(self)
+            c10d.leave(self)
             self._registered = False
 
     # -- the end ------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .._torch.c10d import timeout_of
+
 _NCCL = ("config", "is_high_priority_stream")  # of torch's options for it, those that are its own
 
 
@@ -68,4 +70,4 @@ class GroupOptions:
         if given is None or isinstance(given, GroupOptions):
             return given or self
         own = {name: getattr(given, name) for name in _NCCL if hasattr(given, name)}
-        return self.changed(timeout=given._timeout, backend_options=own)
+        return self.changed(timeout=timeout_of(given), backend_options=own)

@@ -1,8 +1,4 @@
-# mypy: disable-error-code="arg-type, assignment"
-"""A group in torch's tables of groups: everything here is private to torch, and only here.
-
-Holds for torch 2.11 to 2.13.
-"""
+"""A group in torch's tables of groups, and what torch's own groups tell of themselves."""
 
 from __future__ import annotations
 
@@ -13,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed import distributed_c10d as c10d
 
+from .._torch import c10d
 from ..errors import RendezvousError
 
 if TYPE_CHECKING:
@@ -26,10 +21,9 @@ _names = itertools.count()
 
 def register(group: Group, name: str | None, *, default: bool) -> None:
     """Enter ``group`` under ``name``, or under a name that is new in this process."""
-    world = c10d._world
-    if group in world.pg_map:
+    if c10d.is_entered(group):
         raise RendezvousError("this group is registered already", "Register it once.", group.rank())
-    if default and world.default_pg is not None:
+    if default and c10d.has_default():
         raise RendezvousError(
             "torch.distributed has a default group already",
             "Call torch.distributed.destroy_process_group first, or register without default=True.",
@@ -37,28 +31,19 @@ def register(group: Group, name: str | None, *, default: bool) -> None:
         )
     if name is None:
         name = f"paceline_{next(_names)}"
-    if name in world.pg_names.values():
+    if c10d.is_taken(name):
         raise RendezvousError(
             f"a group named {name} is registered already", "Choose another name.", group.rank()
         )
-    group._set_group_name(name)
-    world.pg_map[group] = (group.backend, group.store)
-    world.pg_names[group] = name
-    world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(group.members)}
-    devices = sorted(group.capabilities.devices)
-    world.pg_backend_config[group] = ",".join(f"{device}:{group.backend}" for device in devices)
-    world.tags_to_pg.setdefault("", []).append(group)
-    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
-    world.pg_to_tag[group] = f"ptd:{name}"
-    _register_process_group(name, group)
-    if default:
-        c10d._update_default_pg(group)
-
-
-def members_of(group: dist.ProcessGroup) -> list[int] | None:
-    """The ranks of a torch group as the whole job counts them, if torch knows the group."""
-    ranks = c10d._world.pg_group_ranks.get(group)
-    return None if ranks is None else list(ranks)
+    c10d.enter(
+        group,
+        name,
+        backend=group.backend,
+        store=group.store,
+        members=group.members,
+        devices=sorted(group.capabilities.devices),
+        default=default,
+    )
 
 
 def facts_of(group: dist.ProcessGroup, device: torch.device) -> tuple[str, timedelta]:
@@ -68,8 +53,8 @@ def facts_of(group: dist.ProcessGroup, device: torch.device) -> tuple[str, timed
     """
     timeout = timedelta(minutes=30)
     with contextlib.suppress(Exception):
-        backend = group._get_backend(device)
-        return backend.name(), getattr(backend.options, "_timeout", timeout)
+        backend = c10d.engine_of(group, device)
+        return backend.name(), c10d.timeout_of(backend.options, timeout)
     with contextlib.suppress(Exception):
         if (name := group.name()) != "undefined":
             return name, timeout
@@ -81,24 +66,6 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
     with contextlib.suppress(Exception):  # one that was written in Python may raise anything
         return None if group is None else group.get_group_store()
     return None
-
-
-def unregister(group: Group) -> None:
-    """Take ``group`` out again; nothing happens when torch has already done so."""
-    world = c10d._world
-    name = world.pg_names.pop(group, None)
-    if name is None:
-        return
-    if world.default_pg is group:
-        c10d._update_default_pg(None)
-    world.pg_map.pop(group, None)
-    world.pg_group_ranks.pop(group, None)
-    world.pg_backend_config.pop(group, None)
-    tag = world.pg_to_tag.pop(group, "")
-    for key in ("", tag):
-        if group in world.tags_to_pg.get(key, []):
-            world.tags_to_pg[key].remove(group)
-    _unregister_process_group(name)
 
 
 def offer_to_init_process_group() -> None:

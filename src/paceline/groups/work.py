@@ -20,6 +20,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 from typing_extensions import Self
 
+from .._torch.c10d import source_rank
 from ..errors import WaitTimeoutError
 from ..recorder import events
 from ..recorder.events import now
@@ -190,7 +191,7 @@ class Wrapped(Work):
         return self._completer
 
     def source_rank(self) -> int:
-        return int(self._inner._source_rank())
+        return int(source_rank(self._inner))
 
 
 class Together(Work):

@@ -13,10 +13,21 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import Work as TorchWork
+from torch.distributed import distributed_c10d as c10d
 
+from ..._torch.c10d import (
+    all_gather_flat,
+    devices_of,
+    engine_of,
+    lend,
+    number_calls,
+    reduce_scatter_flat,
+    set_default_kind,
+    set_timeout,
+    source_rank,
+)
 from ...errors import UnexpectedOptionError, UnknownOptionError
 from ..engine import TORCH_OPS, Call, Capabilities
 from ..work import Together, Watcher, Wrapped
@@ -39,12 +50,12 @@ def open_gloo(
     if options:
         raise UnexpectedOptionError("gloo", sorted(options))
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    backend._set_sequence_number_for_group()
+    number_calls(backend)
     group = ProcessGroup(store, rank, size)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    set_default_kind(group, ProcessGroup.BackendType.GLOO)
     devices = {device.type, "cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     for kind in sorted(devices):
-        group._register_backend(torch.device(kind), ProcessGroup.BackendType.GLOO, backend)
+        lend(group, torch.device(kind), ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
@@ -53,7 +64,7 @@ def open_nccl(
 ) -> ProcessGroup:
     """torch's NCCL group over ``store``; options are attributes of ``ProcessGroupNCCL.Options``."""
     settings = dist.ProcessGroupNCCL.Options()
-    settings._timeout = timeout
+    set_timeout(settings, timeout)
     for name, value in options.items():
         if not hasattr(settings, name):
             raise UnknownOptionError("nccl", name)
@@ -61,11 +72,11 @@ def open_nccl(
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     backend = dist.ProcessGroupNCCL(store, rank, size, settings)
-    backend._set_sequence_number_for_group()
+    number_calls(backend)
     backend.eager_connect_single_device(device)
     group = ProcessGroup(store, rank, size)
-    group._set_default_backend(ProcessGroup.BackendType.NCCL)
-    group._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
+    set_default_kind(group, ProcessGroup.BackendType.NCCL)
+    lend(group, device, ProcessGroup.BackendType.NCCL, backend)
     return group
 
 
@@ -79,7 +90,7 @@ class TorchEngine:
         self._pair = Pair(inner, self.watcher) if pair else None
         # gloo's destructor joins threads that may want the GIL, and only torch's own wrappers let
         # go of it first: they must be the last to hold the engine, and attributes go in order.
-        self._last = [inner._get_backend(d) for d in inner._device_types]
+        self._last = [engine_of(inner, d) for d in devices_of(inner)]
         self.device = device
         devices = {device.type, "cpu"} if backend == "gloo" else {device.type}
         if backend == "gloo" and torch.cuda.is_available():
@@ -101,10 +112,10 @@ class TorchEngine:
         """
         if self.capabilities.backend != "nccl":
             return
-        for device in self.inner._device_types:
-            backend = self.inner._get_backend(device)
-            ProcessGroup._register_backend(group, device, ProcessGroup.BackendType.NCCL, backend)
-        ProcessGroup._set_default_backend(group, ProcessGroup.BackendType.NCCL)
+        for device in devices_of(self.inner):
+            backend = engine_of(self.inner, device)
+            lend(group, device, ProcessGroup.BackendType.NCCL, backend)
+        set_default_kind(group, ProcessGroup.BackendType.NCCL)
 
     def run(self, call: Call) -> None:
         work = self.start(call)
@@ -113,7 +124,7 @@ class TorchEngine:
         else:
             work.wait()
         if call.kind == "recv" and call.root < 0:
-            call.root = work._source_rank()
+            call.root = source_rank(work)
 
     def start(self, call: Call) -> TorchWork:
         if call.reduction and self.capabilities.backend in ("gloo", "nccl"):
@@ -190,7 +201,7 @@ class TorchEngine:
             return Together(works, call.outputs, self.watcher)
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=call.timeout)
-        return self.inner._allgather_base(rows.view(-1), given.view(-1), options)
+        return all_gather_flat(self.inner, rows.view(-1), given.view(-1), options)
 
     def _gather(self, call: Call) -> TorchWork:
         if self.capabilities.backend == "gloo":  # its own wants equal sizes
@@ -252,8 +263,8 @@ class TorchEngine:
         options = c10d.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
-        work = self.inner._reduce_scatter_base(
-            _real(call.outputs[0]), _real(call.inputs[0]), options
+        work = reduce_scatter_flat(
+            self.inner, _real(call.outputs[0]), _real(call.inputs[0]), options
         )
         return self._then(work, call.outputs)
 

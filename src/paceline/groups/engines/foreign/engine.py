@@ -11,7 +11,6 @@ sums alone. So do we; an average is divided here, a maximum is gathered and take
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
+from ...._torch.c10d import is_served
 from ....errors import RendezvousError, UnsupportedError
 from ...engine import COMBINE, TORCH_OPS, Call, Capabilities
 from ...work import Together, Watcher, Work
@@ -43,7 +43,7 @@ class ForeignEngine:
         self.inner: Any = inner
         self.device = device
         self.watcher = Watcher(f"paceline-{backend}-futures")
-        self._served = _is_served(inner, device)
+        self._served = is_served(inner, device)
         self.capabilities = Capabilities(
             backend=backend,
             devices=frozenset({device.type}),
@@ -343,10 +343,3 @@ class ForeignEngine:
     def shutdown(self) -> None:
         self.inner.shutdown()
         self.watcher.close()
-
-
-def _is_served(inner: ProcessGroup, device: torch.device) -> bool:
-    """Whether an engine of torch's does what the group does not override."""
-    with contextlib.suppress(Exception):
-        return inner._get_backend(device) is not None
-    return False

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
+from ...._torch.c10d import FutureBase, source_rank
 from ....errors import UnsupportedError
 from ...work import Watcher, Work, wait_for
 
@@ -73,7 +74,7 @@ class ForeignWork(Work):
         return self._completer
 
     def source_rank(self) -> int:
-        return int(self._inner._source_rank())
+        return int(source_rank(self._inner))
 
 
 def overrides(thing: Any, base: type, name: str) -> bool:
@@ -100,7 +101,7 @@ def _future_of(work: Any) -> Future[Any] | None:
         if "getFuture not implemented" in str(error):  # torch's word, of a work around another
             return None
         raise
-    return future if isinstance(future, torch._C.Future) else None  # type: ignore[return-value]
+    return future if isinstance(future, FutureBase) else None  # type: ignore[return-value]
 
 
 def _comes(future: Future[Any], seconds: float | None) -> bool:

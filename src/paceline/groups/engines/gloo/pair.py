@@ -13,10 +13,12 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed import Work as TorchWork
+from torch.distributed import distributed_c10d as c10d
 
+from ...._torch.autograd import end_with, is_profiling
+from ...._torch.c10d import all_gather_flat
 from ...engine import Call
 from ...work import Together, Watcher, Work, Wrapped
 
@@ -52,12 +54,12 @@ class Pair:
 
     def start(self, call: Call) -> TorchWork:
         """Begin it; a profiler sees it under gloo's name."""
-        if not torch.autograd._profiler_enabled():
+        if not is_profiling():
             return self._ways[call.kind](call)
         record = torch.autograd.profiler.record_function(f"gloo:{call.kind}")
         record.__enter__()
         work = self._ways[call.kind](call)
-        record._call_end_callbacks_on_future(work.get_future())
+        end_with(record, work.get_future())
         return work
 
     def _all_reduce(self, call: Call) -> TorchWork:
@@ -90,7 +92,7 @@ class Pair:
     def _gather(self, both: Tensor, mine: Tensor, call: Call) -> Work:
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=call.timeout)
-        inner = self._inner._allgather_base(both.view(-1), mine, options)
+        inner = all_gather_flat(self._inner, both.view(-1), mine, options)
         return Wrapped(inner, call.outputs, self._watcher)
 
     def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> Work:

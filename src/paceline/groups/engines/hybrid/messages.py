@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
+from ...._torch.c10d import source_rank
 from ...._transport import DTYPE_CODES
 from ....errors import CollectiveArgumentError, MismatchError
 from ...engine import Call
@@ -47,7 +48,7 @@ class Messages:
     def receive(self, call: Call, expected: tuple[Tensor, TorchWork]) -> None:
         header, work = expected
         work.wait(timedelta(seconds=call.timeout))
-        source = work._source_rank() if call.root < 0 else call.root
+        source = source_rank(work) if call.root < 0 else call.root
         result = call.outputs[0]
         count, dtype, slot = header.tolist()
         fits = count == result.nbytes and dtype == DTYPE_CODES[result.dtype]

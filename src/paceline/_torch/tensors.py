@@ -1,0 +1,47 @@
+"""What a tensor tells of itself only in private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to, views included. Nothing public tells that it was."""
+
+indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
+"""The indices of a sparse tensor as they are; ``indices()`` refuses one that is not coalesced."""
+
+values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""The values of a sparse tensor as they are; ``values()`` refuses one that is not coalesced."""
+
+local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+"""The memory that this rank has of a DTensor; ``to_local()`` is a view that autograd records."""
+
+_NONE: Mapping[int, Any] = {}
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; asking its class would import all of them, which takes a second."""
+    return type(tensor) is not Tensor and hasattr(tensor, "_local_tensor")
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements of ``tensor`` surely share memory, as those of an expanded one do.
+
+    From shape and strides alone; the public ``is_non_overlapping_and_dense`` asks for no gaps, too.
+    """
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def hooks_of(tensor: Tensor) -> Mapping[int, Any]:
+    """The hooks that ``register_hook`` put on a tensor; a graph would not call them."""
+    return tensor._backward_hooks or _NONE
+
+
+def late_hooks_of(tensor: Tensor) -> Mapping[int, Any]:
+    """The hooks that ``register_post_accumulate_grad_hook`` put on a parameter."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or _NONE
