@@ -47,9 +47,9 @@ class Compiled(Pair):
 def parity(open_: Open, model: str) -> None:
     pair = Compiled([open_(), open_()], model, "momentum")
     pair.train(1)
-    passes = pair.ddp._replica.reducer.passes
+    passes = pair.ddp.replica.reducer.passes
     pair.train(3)
-    assert pair.ddp._replica.reducer.passes == passes + 3  # no gradient is averaged twice
+    assert pair.ddp.replica.reducer.passes == passes + 3  # no gradient is averaged twice
     assert_alike(*pair.states)
     assert pair.counter.frame_count == 1
     own, other = pair.ddp.module.parameters(), pair.eager.module.parameters()
@@ -125,8 +125,8 @@ def what_comes_before_a_forward(open_: Open) -> None:
     """The wrapper makes itself ready for every forward, whether there are buffers or not."""
     pair = Compiled([open_(), open_()], "mlp", "sgd")
     made: list[int] = []
-    before = pair.ddp._replica.before_forward
-    pair.ddp._replica.before_forward = lambda: (made.append(1), before())
+    before = pair.ddp.replica.before_forward
+    pair.ddp.replica.before_forward = lambda: (made.append(1), before())
     pair.train(3)
     assert len(made) == 3
 

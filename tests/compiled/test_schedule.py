@@ -124,7 +124,7 @@ def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     assert len(codes) == 1  # forward, backward and update are one graph
     schedule = read_code(codes[0])
     does = [entry.does for entry in schedule]
-    buckets = len(ddp._replica.reducer.layout.buckets)
+    buckets = len(ddp.replica.reducer.buckets)
     assert buckets == 4
     assert does.count(Does.LAUNCH) == buckets
     assert launches_between(schedule) == buckets - 1

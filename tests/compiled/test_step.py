@@ -412,7 +412,7 @@ def test_ranks_compile_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
 
     def compile_(step: Step, function: Any) -> Any:
-        order.append(step.ddp._replica.group.rank())
+        order.append(step.ddp.replica.group.rank())
         return function
 
     monkeypatch.setattr(Step, "_compile", compile_)

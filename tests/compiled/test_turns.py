@@ -119,7 +119,7 @@ class Wrapper:
     def __init__(self) -> None:
         group = paceline.new_group("fake", store=HashStore(), rank=0, world_size=2)
         self.ddp = paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-        self.group, self.reducer = group, self.ddp._replica.reducer
+        self.group, self.reducer = group, self.ddp.replica.reducer
 
 
 def test_a_group_is_patient_until_its_first_pass_is_over() -> None:

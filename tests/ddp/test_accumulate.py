@@ -329,7 +329,7 @@ def test_two_forwards_and_one_backward_are_one_pass() -> None:
             ddp.zero_grad()
             (loss_of(ddp, group.rank(), 0) + loss_of(ddp, group.rank(), 1)).backward()
             assert_close(grads_of(ddp.module), mean(0, 1))
-        assert len(seen) == len(ddp._replica.reducer.layout.plan)
+        assert len(seen) == len(ddp.replica.reducer.layout.plan)
 
     on_ranks(script, bucket_cap_mb=0.00003)
 

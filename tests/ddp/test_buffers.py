@@ -326,7 +326,7 @@ def test_no_future_of_a_hook_outlives_the_backward_pass(ranks: int) -> None:
         ddp._register_buffer_comm_hook(None, done)
         for _ in range(3):
             ddp(torch.ones(1)).backward()
-        return len(ddp._replica.buffers.futures)
+        return len(ddp.replica.buffers.futures)
 
     assert run_ranks(ranks, one_rank) == [0] * ranks
 

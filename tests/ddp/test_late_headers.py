@@ -21,7 +21,7 @@ from tests.ddp.toys import TINY, Branches, Grads, assert_same, data, grads, mean
 
 def late(model: nn.Module, group: Group, **options: Any) -> DDP:
     ddp = DDP(model, process_group=group, **options)
-    ddp._replica.read_late()
+    ddp.replica.read_late()
     return ddp
 
 
@@ -170,7 +170,7 @@ def validate(ddp: DDP) -> None:
 def test_a_replicated_module_hears_of_it_too(act: Any) -> None:
     def one_rank(group: Group) -> None:
         model = replicate(Unlucky(), process_group=group)
-        replicate.state(model).wrapper._replica.read_late()
+        replicate.state(model).wrapper.replica.read_late()
         train(model, group.rank())
         if group.rank() == 0:
             with pytest.raises(PeerError, match="in the last pass"):

@@ -248,7 +248,7 @@ def test_grad_is_the_buckets_own_memory() -> None:
         ddp = DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb=0.00005)
         for step in range(3):
             backward(ddp, group.rank(), step)
-        for bucket in ddp._replica.reducer.layout.buckets:
+        for bucket in ddp.replica.reducer.buckets:
             assert all(storage(p.grad) == storage(bucket.buffer) for p in bucket.params)
 
     run_ranks(2, one_rank)
@@ -262,7 +262,7 @@ def test_gradients_that_are_kept_move_along_when_buckets_are_laid_out_anew() -> 
         ddp(batch(0))
         assert ddp._has_rebuilt_buckets
         assert_close(grads_of(ddp), before, rtol=0, atol=0)
-        for bucket in ddp._replica.reducer.layout.buckets:
+        for bucket in ddp.replica.reducer.buckets:
             assert all(storage(p.grad) == storage(bucket.buffer) for p in bucket.params)
 
     run_ranks(2, one_rank)
@@ -278,7 +278,7 @@ def test_without_views_every_gradient_has_memory_of_its_own(set_to_none: bool) -
             backward(ddp, group.rank(), step)
             after = [p.grad for p in ddp.parameters()]
             assert len({storage(grad) for grad in after}) == len(after)
-            buffers = {storage(bucket.buffer) for bucket in ddp._replica.reducer.layout.buckets}
+            buffers = {storage(bucket.buffer) for bucket in ddp.replica.reducer.buckets}
             assert not buffers & {storage(grad) for grad in after}
             if step and not set_to_none:  # whoever holds the object sees the average in it
                 assert all(a is b for a, b in zip(before, after, strict=True))
@@ -321,7 +321,7 @@ def test_buckets_are_rebuilt_in_the_order_of_arrival() -> None:
         )
         for _ in range(2):
             ddp(torch.ones(())).backward()
-        return ddp._replica.reducer.layout.plan
+        return ddp.replica.reducer.layout.plan
 
     assert run_ranks(2, one_rank) == [((2,), (0,), (3,), (1,))] * 2
 
@@ -338,7 +338,7 @@ def test_ranks_whose_gradients_arrive_in_different_orders_have_one_plan() -> Non
             ddp(torch.tensor(float(group.rank()))).backward()
             seen = [p.grad.sum().item() for p in ddp.parameters()]
             assert seen == pytest.approx([1.0] * 4), step
-        return ddp._replica.reducer.layout.plan
+        return ddp.replica.reducer.layout.plan
 
     assert run_ranks(3, one_rank) == [((2,), (0,), (3,), (1,))] * 3
 
@@ -383,7 +383,7 @@ def test_the_size_of_buckets_is_as_asked_for() -> None:
         ddp(torch.ones(())).backward()
         seen = watch(group)
         ddp(torch.ones(())).backward()
-        buckets = ddp._replica.reducer.layout.buckets
+        buckets = ddp.replica.reducer.buckets
         assert [numel for _, numel in seen] == [bucket.buffer.numel() for bucket in buckets]
         return [bucket.payload.numel() for bucket in buckets]
 
@@ -404,7 +404,7 @@ def test_the_first_bucket_is_small_unless_a_size_was_asked_for() -> None:
             nn.Sequential(*layers), process_group=group, bucket_cap_mb=cap
         )
         ddp(torch.ones(1, 512)).sum().backward()
-        return len(ddp._replica.reducer.layout.plan[0])
+        return len(ddp.replica.reducer.layout.plan[0])
 
     assert run_ranks(2, lambda group: one_rank(group, None)) == [1, 1]
     assert run_ranks(2, lambda group: one_rank(group, 2)) == [2, 2]
@@ -450,7 +450,7 @@ def test_a_step_takes_one_collective_for_each_bucket_and_nothing_else(
             optimizer.step()
             counts.append(len(seen))
         assert {kind for kind, _ in seen} == {"all_reduce"}
-        assert counts[-1] == len(ddp._replica.reducer.layout.plan)
+        assert counts[-1] == len(ddp.replica.reducer.layout.plan)
         return counts
 
     for first, *rest in run_ranks(2, one_rank):
@@ -518,7 +518,7 @@ def train_over(meeting: Meeting, backend: str) -> list[dict[str, Tensor]]:
         ddp.zero_grad()
         backward(ddp, meeting.rank, step)
         found.append(grads_of(model))
-        buckets = ddp._replica.reducer.layout.buckets
+        buckets = ddp.replica.reducer.buckets
         assert all(storage(b.buffer) == storage(b.grads[0]) for b in buckets)
     dist.destroy_process_group() if group is None else group.shutdown()
     return found

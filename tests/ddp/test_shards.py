@@ -259,7 +259,7 @@ def over_processes(meeting: Meeting, backend: str) -> tuple[dict[str, Tensor], l
     sharded = ddp.shard_gradients()
     for step in range(2):
         sharded.clear()
-        seen = watch(ddp._replica.group)
+        seen = watch(ddp.replica.group)
         loss(ddp, meeting.rank, step).backward()
     kinds = sorted({kind for kind, _ in seen})
     found = whole(group, sharded.shards, ddp.module)

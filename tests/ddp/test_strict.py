@@ -49,7 +49,7 @@ def test_a_weight_shared_by_two_modules_and_by_wrappers_before_is_used(
             model = nn.Sequential(Adds(param, factor), Adds(param, factor))
             ddp = DDP(model, process_group=group, gradient_as_bucket_view=views, bucket_cap_mb=1)
             if late:
-                ddp._replica.read_late()
+                ddp.replica.read_late()
             wrappers.append(ddp)
             for step in range(3):
                 ddp.zero_grad(set_to_none=step % 2 == 0)
@@ -90,7 +90,7 @@ def _errors_under_both(meeting: Meeting) -> dict[str, list[Any]]:
             for late in (False, True):
                 ours = DDP(Branches(), **options)
                 if late:
-                    ours._replica.read_late()
+                    ours.replica.read_late()
                 row.append(first_error(ours, plan, meeting.rank))
             theirs = nn.parallel.DistributedDataParallel(Branches(), **options)
             row.append(first_error(theirs, plan, meeting.rank))

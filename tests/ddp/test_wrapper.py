@@ -587,7 +587,7 @@ def test_a_wrapper_that_is_no_longer_used_leaves_nothing_behind() -> None:
         ddp = DistributedDataParallel(model, process_group=group)
         for _ in range(2):
             ddp(batch(group.rank())).sum().backward()
-        return [weakref.ref(ddp), weakref.ref(model), weakref.ref(ddp._replica.reducer)]
+        return [weakref.ref(ddp), weakref.ref(model), weakref.ref(ddp.replica.reducer)]
 
     held = [reference for rank in run_ranks(2, one_rank) for reference in rank]
     gc.collect()

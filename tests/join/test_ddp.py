@@ -197,7 +197,7 @@ def test_parameters_that_a_step_leaves_out_stay_out() -> None:
                 ddp.zero_grad()
                 ddp(data(2, 3, seed=step), chosen=[step % 2]).sum().backward()
         grads = {n: p.grad for n, p in ddp.module.named_parameters()}
-        return grads, ddp._replica.reducer.picture.used[-1]
+        return grads, ddp.replica.reducer.picture.used[-1]
 
     grads, used = run_ranks(len(STEPS), one_rank)[1]  # the last one: branch 1 in its step 3
     assert grads["others.1.weight"] is not None
@@ -263,7 +263,7 @@ def test_inside_no_sync_nobody_has_to_stand_in(kind: str, several: bool) -> None
     def one_rank(group: Group) -> tuple[dict[str, Tensor], int]:
         ddp, counter = DDP(model_of(kind), process_group=group), Counter(group)
         optimizer = sgd(ddp)
-        before = ddp._replica.reducer.passes
+        before = ddp.replica.reducer.passes
 
         def tick() -> None:
             if several:  # a joinable is stood in for in every step that was announced
@@ -278,7 +278,7 @@ def test_inside_no_sync_nobody_has_to_stand_in(kind: str, several: bool) -> None
                 loss_of(ddp, batch(group.rank(), 2 * pair + 1)).backward()
                 tick()
                 optimizer.step()
-        return weights(ddp), ddp._replica.reducer.passes - before
+        return weights(ddp), ddp.replica.reducer.passes - before
 
     expected = model_of(kind)
     optimizer = sgd(expected)

@@ -184,6 +184,6 @@ def test_bad_arguments_are_refused_before_anything_is_done() -> None:
             InBackward(ddp, "SGD", lr=0.1)  # type: ignore[arg-type]
         with pytest.raises(OptimizerArgumentError, match="max_norm"):
             InBackward(ddp, torch.optim.SGD, lr=0.1, max_norm=0.0)
-        assert not ddp._replica.reducer.after_average
+        assert not ddp.replica.reducer.observers.see_gradients
 
     run_ranks(1, one_rank)

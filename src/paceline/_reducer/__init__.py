@@ -3,10 +3,12 @@
 from .bucket import Bucket, GradBucket
 from .handed import Handed
 from .listeners import listen
+from .observers import Observers
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
 from .shards import Shard, ShardedGradients
+from .summary import Summary
 from .tensors import local
 from .weights import Ledger
 
@@ -16,11 +18,13 @@ __all__ = [
     "GradBucket",
     "Handed",
     "Ledger",
+    "Observers",
     "Pass",
     "Reducer",
     "Shard",
     "ShardedGradients",
     "Spec",
+    "Summary",
     "assign",
     "listen",
     "local",

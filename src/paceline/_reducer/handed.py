@@ -9,13 +9,16 @@ not, and one that only stands in can take part in the same pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .bucket import Bucket, Phase
 from .passes import Pass, Role
-from .reducer import Reducer
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 
 class Handed:
@@ -23,6 +26,8 @@ class Handed:
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
+        self._complete: Pass | None = None  # the pass to which a graph has given all it has
+        self._untold: Pass | None = None  # has its averages, and observers know nothing of its end
 
     def plan_ahead(self) -> None:
         """Make the plan that a first pass would lead to; every rank calls it.
@@ -46,22 +51,39 @@ class Handed:
         """Where averages will be."""
         return self.reducer.layout.buckets
 
-    def begin(self) -> None:
-        """Enter a pass that ends with the backward pass around the graph.
+    def _begin(self) -> None:
+        """Enter a pass that ends with the backward pass around the graph, if there is one.
 
         Parameters that the graph used are visited then, mostly with no gradient. One that does get
         a gradient there comes late, and the end of the pass deals with it.
         """
+        if self._is_followed:
+            self._end_pass()
         reducer = self.reducer
         if reducer.latest is None and _in_backward():
             reducer.end_with_backward()
             self._running().ending = _nothing  # hooks of parameters have no part in it
 
+    @property
+    def _is_followed(self) -> bool:
+        """Whether a backward pass came through another forward before, so that a pass is complete.
+
+        Averages of averages are right, unless they are weighed: then what comes now is late.
+        """
+        complete = self._complete is not None and self._complete is self.reducer.latest
+        return complete and not self.reducer.ledger.open
+
+    def _end_pass(self) -> None:
+        self._complete = None
+        self.average()
+        self.graph_ended()
+
     def _running(self) -> Pass:
         return self.reducer.latest or self.reducer.enter(Role.ACTIVE, answers=True)
 
     def take(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Copy these gradients, and send off the buckets that are complete."""
+        """Copy gradients of the pass that runs, or begins now; send off what is complete."""
+        self._begin()
         reducer = self.reducer
         running = self._running()
         by_bucket: dict[int, list[int]] = {}
@@ -98,27 +120,30 @@ class Handed:
         param = self.reducer.params[number]
         param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
 
-    def finish(self) -> Pass:
-        """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them.
+    def graph_complete(self, *, at_once: bool) -> None:
+        """The graph has handed over all its gradients.
 
-        Whoever wants to know of the end of a pass is told by :meth:`tell`, since that may change
-        what the graph still works with.
+        They are averaged at the end of the backward pass around it: parameters may be used outside
+        the graph too, and those gradients have yet to come. ``at_once``: now, in any case.
         """
+        self._complete = self.reducer.latest
+        if at_once or not _in_backward():
+            self._end_pass()
+
+    def average(self) -> None:
+        """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them."""
         reducer = self.reducer
         reducer.handed_task = torch._C._current_graph_task_id()
         running = self._running()
-        callbacks, reducer.after_pass = reducer.after_pass, []
-        try:
-            with torch.no_grad():
-                reducer.finish()
-        finally:
-            reducer.after_pass = callbacks
-        return running
+        with torch.no_grad():
+            reducer.finish(tell_end=False)
+        self._untold = running
 
-    def tell(self, done: Pass) -> None:
-        """The graph has ended too."""
-        for on_pass in self.reducer.after_pass:
-            on_pass(done)
+    def graph_ended(self) -> None:
+        """Let observers know of the end of the pass that :meth:`average` completed, if it did."""
+        done, self._untold = self._untold, None
+        if done is not None:
+            self.reducer.observers.tell_end(done)
 
     def gather(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients, by number, to those that a later pass averages."""

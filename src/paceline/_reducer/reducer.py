@@ -24,8 +24,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,11 +39,14 @@ from . import header
 from .bucket import Bucket, Hook, Phase
 from .diary import Diary
 from .expected import Expected
+from .handed import Handed
 from .header import Header, Mailbox, Said
 from .layout import Layout, agreed_order
 from .listeners import Listeners
+from .observers import Observers
 from .passes import Pass, Role
 from .shards import ShardedGradients
+from .summary import Summary
 from .tensors import divide, local
 from .unused import Picture
 from .weights import Ledger
@@ -62,15 +64,24 @@ class Reducer:
         *,
         sparse: Sequence[bool] = (),
         wanted: Callable[[], bool] = lambda: True,
+        heeds: Callable[[], bool] = lambda: False,
+        hooks: bool = True,
+        before: Reducer | None = None,
     ) -> None:
+        """``wanted``: whether the pass that begins is averaged. ``heeds``: whether somebody acts on
+        what ranks say in a pass before the next one. Without ``hooks`` a pass begins when
+        :meth:`begin` is called. ``before`` is the one whose :meth:`successor` this is.
+        """
         self.params = tuple(params)
         self.names = tuple(names)
         self.group = group
         self.layout = Layout(params, sparse, policy)
         self.picture = Picture(names)
-        self.ledger = Ledger()
-        self.expected = Expected()
+        self.ledger: Ledger = Ledger() if before is None else before.ledger
+        self.expected: Expected = Expected() if before is None else before.expected
+        self.observers: Observers = Observers() if before is None else before.observers
         self.listeners = Listeners(self)
+        self.handed = Handed(self)
         self.diary = Diary(group, _weakly(self.names_in))
         self.hook: Hook | None = None
         self.by_active = False  # a plain mean is one over the ranks that are active
@@ -78,12 +89,7 @@ class Reducer:
         self.passes = 0
         self.error = ""  # what went wrong last
         self.latest: Pass | None = None  # the pass that runs, or failed halfway
-        self.after_bucket: list[Callable[[Bucket], None]] = []
-        self.after_average: OrderedDict[int, Callable[[], None]] = OrderedDict()
-        self.after_pass: list[Callable[[Pass], None]] = []
-        self.after_failure: list[Callable[[], None]] = []
-        self.heeds: Callable[[], bool] = lambda: False  # what ranks say is needed in the pass
-        self._wanted = wanted
+        self._wanted, self._heeds, self._hooks = wanted, heeds, hooks
         self._mailbox = Mailbox()
         self._ending: Callable[[], object] = _nothing  # of the backward that runs, while it does
         self._task = -1  # torch's number of it
@@ -109,8 +115,8 @@ class Reducer:
         """Whether there is nobody to average with, and nobody who wants to see gradients."""
         if not self.params:
             return True
-        seen = self.hook is not None or self.layout.sharded or self.after_bucket
-        nobody = self.group.size() == 1 and not seen and not self.after_average
+        seen = self.hook is not None or self.layout.sharded or self.observers.see_gradients
+        nobody = self.group.size() == 1 and not seen
         return nobody and not self.policy.alone and not self.ledger.weighs
 
     @property
@@ -138,7 +144,8 @@ class Reducer:
 
     def _learn(self) -> None:
         self.learning = True
-        self.listeners.learn()
+        if self._hooks:
+            self.listeners.learn()
 
     def note_arrival(self, number: int) -> None:
         """While learning: a gradient has come."""
@@ -184,7 +191,7 @@ class Reducer:
         if self._retired or self.alone or self._ending() is not None:
             return
         self._await_end()
-        if not self.listeners:  # it was alone until there were weights
+        if self._hooks and not self.listeners:  # it was alone until there were weights
             self._learn()
         if self.ledger.open:  # of a backward pass that failed
             self.ledger.cancel(self.params)
@@ -389,8 +396,11 @@ class Reducer:
 
     # -- its end ------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Complete the pass: all ranks have the averages when it returns."""
+    def finish(self, *, tell_end: bool = True) -> None:
+        """Complete the pass: all ranks have the averages when it returns.
+
+        Without ``tell_end`` the caller tells observers of its end.
+        """
         running = self.running
         running.ended = time.perf_counter_ns()
         try:
@@ -401,7 +411,7 @@ class Reducer:
             self._hand_out(self.told)
             self._settle_weights(self.told)
             self._draw_conclusions(self.told)
-            self._tell_others()
+            self._tell_others(tell_end)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -412,16 +422,13 @@ class Reducer:
             self.latest = None
             self.passes += 1
 
-    def _tell_others(self) -> None:
+    def _tell_others(self, tell_end: bool) -> None:
         running = self.running
         running.finished = time.perf_counter_ns()
-        for bucket in self.layout.buckets:
-            for on_bucket in self.after_bucket:
-                on_bucket(bucket)
-        for on_pass in self.after_pass:
-            on_pass(running)
-        for on_average in list(self.after_average.values()):
-            on_average()
+        self.observers.tell_buckets(self.layout.buckets)
+        if tell_end:
+            self.observers.tell_end(running)
+        self.observers.tell_averages()
 
     def _give_up(self, error: BaseException) -> None:
         """Nobody can say what the gradients are now; what is under way must not write any more."""
@@ -432,8 +439,7 @@ class Reducer:
         self.ledger.forget()
         for param in self.params:
             param.grad = None
-        for on_failure in self.after_failure:
-            on_failure()
+        self.observers.tell_failure()
 
     def _exchange(self) -> Header | None:
         """Send what is left, wait for all of it, and read what the ranks said."""
@@ -522,8 +528,8 @@ class Reducer:
             return Header.read(memory, self.group.size())
         running.header = memory
         self._mailbox.keep(memory)
-        special = running.absent or running.late or running.trouble or self.after_bucket
-        if special or self.by_active or self.heeds():
+        special = running.absent or running.late or running.trouble
+        if special or self.observers.see_buckets or self.by_active or self._heeds():
             return Header.read(memory, self.group.size())
         return None
 
@@ -722,6 +728,132 @@ class Reducer:
             for param, grad in zip(self.params, () if take else held, strict=not take):
                 param.grad = grad
         return self.told
+
+    # -- doors: what other folders use ----------------------------------------------------------
+
+    @property
+    def averages(self) -> bool:
+        """Whether passes are averaged: there is somebody to average with, or who wants to see."""
+        return not self.alone
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets as they are laid out now, in the order in which they leave."""
+        return self.layout.buckets
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank keeps its stretch of each bucket only."""
+        return self.layout.sharded
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the plan was made anew in the order in which gradients came."""
+        return self.layout.rebuilt
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether gradients that come now are averaged, even through no output of a forward."""
+        return not self.expected.nothing
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """Strict: the parameters that the last pass did not reach, by index."""
+        return self.picture.unfinished
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether a parameter's gradients are sparse."""
+        return self.layout.is_sparse(number)
+
+    def is_large(self, number: int) -> bool:
+        """Whether a gradient is taken by itself as soon as it comes."""
+        return self.layout.is_large(number)
+
+    def hooks_on(self, number: int) -> int:
+        """How many of the hooks that run behind a parameter's gradient are the reducer's own."""
+        return 1 if self.listeners else 0
+
+    def summary(self) -> Summary:
+        """What torch's logging data tells of buckets and passes."""
+        layout, picture = self.layout, self.picture
+        return Summary(
+            sizes=[spec.nbytes for spec in layout.specs],
+            first_plan=layout.first_plan,
+            first_caps=layout.first_caps,
+            plan=layout.plan,
+            rebuilt=layout.rebuilt,
+            arrival=self.listeners.learned,
+            unused=picture.unused,
+            used=picture.used,
+            steady=self.passes > 0 and picture.steady,
+        )
+
+    def successor(
+        self, params: Sequence[nn.Parameter], names: Sequence[str], sparse: Sequence[bool]
+    ) -> Reducer:
+        """A reducer for other parameters of the same model, which goes on where this one ends.
+
+        Group, policy, hook, weights, observers and what is expected stay; the plan begins anew.
+        Every rank calls it at the same time, and uses this one no more.
+        """
+        self.retire()
+        heir = Reducer(
+            params,
+            names,
+            self.group,
+            self.policy,
+            sparse=sparse,
+            wanted=self._wanted,
+            heeds=self._heeds,
+            hooks=self._hooks,
+            before=self,
+        )
+        heir.by_active = self.by_active
+        heir.diary.continue_from(self.diary)
+        if self.hook is not None:
+            heir.set_hook(self.hook, prompt=self.prompt)
+        return heir
+
+    def begin_step(self) -> None:
+        """Lay the buckets out as planned: a forward comes that is not part of a backward pass."""
+        self.settle_plan()
+        self.diary.forward_begins()
+
+    def forward_begins(self) -> None:
+        """Average backward passes that run inside the forward that begins."""
+        self.expected.forward_begins()
+
+    def forward_ends(self, outputs: Iterable[Tensor], *, averaged: bool) -> None:
+        """Average any backward pass through ``outputs``, and the next one, if ``averaged``."""
+        self.expected.forward_ends(averaged=averaged)
+        self.diary.forward_ends()
+        self._watch_all(outputs)
+
+    def forward_failed(self) -> None:
+        """No backward pass follows the forward that ran."""
+        self.expected.forward_ends(averaged=False)
+
+    def expect_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Average the next backward pass, as if a forward had ended now with ``outputs``."""
+        self.expected.expect_next()
+        self._watch_all(outputs)
+
+    def expect_no_backward(self) -> None:
+        """Average no backward pass before the next forward has ended."""
+        self.expected.reset()
+
+    def _watch_all(self, outputs: Iterable[Tensor]) -> None:
+        for output in outputs:
+            if output.grad_fn is not None:
+                self.watch(output)
+
+    def mean_over_active(self, wanted: bool) -> None:
+        """Divide by the number of ranks that have inputs left, or again by that of all."""
+        self.by_active = wanted
+
+    def note_error(self, text: str) -> None:
+        """Keep what went wrong, for torch's logging data."""
+        self.error = text
 
 
 def _weakly(method: Callable[[int], list[str]]) -> Callable[[int], list[str]]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._reducer import Reducer
-from ..ddp import DistributedDataParallel
 from . import program, updates
 from .program import Layout, Loss, Place
 from .settings import Settings
+from .wire import Wire
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -27,10 +26,8 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Binding:
     """A wrapper, an optimizer and a loss, and the programs for them."""
 
-    def __init__(
-        self, ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, settings: Settings
-    ) -> None:
-        self._ddp, self._optimizer = ddp, optimizer
+    def __init__(self, wire: Wire, optimizer: Optimizer, loss_fn: Loss, settings: Settings) -> None:
+        self._wire, self._optimizer = wire, optimizer
         self._loss_fn, self._settings = loss_fn, settings
         self.unfit = updates.why_not(optimizer)  # why the optimizer is no part of the graph
         self.params: list[Tensor] = []  # by slot: the reducer's, then others of the optimizer
@@ -41,30 +38,40 @@ class Binding:
         self._seen: tuple[object, ...] = ()  # what all of that was made from
         self.look()
 
-    @property
-    def _reducer(self) -> Reducer:
-        return self._ddp._replica.reducer
-
     # -- programs -----------------------------------------------------------------------------
 
     def whole(self, compiler: Compiler) -> Callable[..., Any]:
         """The program of a whole step."""
         if self._whole is None:
-            assert self.layout is not None
-            function = program.write(self._ddp.module, self._loss_fn, self.params, self.layout)
-            self._whole = compiler(function)
+            self._whole = compiler(self.write())
         return self._whole
+
+    def write(self) -> Callable[..., Any]:
+        """The function of a whole step, which :meth:`whole` compiles."""
+        assert self.layout is not None
+        return program.write(self._wire.module, self._loss_fn, self.params, self.layout)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What that function is called with in this step, before the batch."""
+        assert self.layout is not None
+        return (
+            self._wire.buffers() if self.layout.launches else [],
+            self._wire.number,
+            self._held(),
+            [found.state for found in self.classes],
+            self._numbers(),
+        )
 
     def gathering(self, compiler: Compiler) -> Callable[..., Any]:
         """The program of a step that gathers gradients for a later one."""
         if self._gathering is None:
             autocast = self._settings.autocast
             self._gathering = compiler(
-                program.write_gathering(self._ddp.module, self._loss_fn, self.params, autocast)
+                program.write_gathering(self._wire.module, self._loss_fn, self.params, autocast)
             )
         return self._gathering
 
-    def numbers(self) -> Tensor:
+    def _numbers(self) -> Tensor:
         """What the classes need to know in this step, a row for each."""
         rows = [updates.numbers_of(self._optimizer, found) for found in self.classes]
         device = self.params[0].device
@@ -72,7 +79,7 @@ class Binding:
         rows_here = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
         return rows_here.to(device, non_blocking=True)
 
-    def held(self) -> list[Tensor | None]:
+    def _held(self) -> list[Tensor | None]:
         """By slot, gradients that were gathered and are not averaged; empty if there are none."""
         if self._settings.accumulate == 1 or self.layout is None:
             return []
@@ -98,14 +105,15 @@ class Binding:
     def look(self) -> None:
         """Find the parameters again, if they or their buckets are others than before."""
         sizes = tuple(len(group["params"]) for group in self._optimizer.param_groups)
-        seen = (self._reducer, self._reducer.alone, *self._reducer.layout.buckets, sizes)
+        reducer = self._wire.reducer
+        seen = (reducer, reducer.averages, *reducer.buckets, sizes)
         if seen == self._seen:
             return
         self._seen, self.params = seen, self._find_params()
         self._whole = self._gathering = self.layout = None
 
     def _find_params(self) -> list[Tensor]:
-        averaged: list[Tensor] = list(self._reducer.params)
+        averaged: list[Tensor] = list(self._wire.reducer.params)
         known = set(averaged)
         others = (p for group in self._optimizer.param_groups for p in group["params"])
         return [*averaged, *(p for p in others if p.requires_grad and p not in known)]
@@ -115,14 +123,15 @@ class Binding:
         row: list[int] = []
         for number in numbers:
             row.append(number)
-            if self._reducer.layout.is_large(number):
+            if self._wire.reducer.is_large(number):
                 yield tuple(row)
                 row = []
         if row:
             yield tuple(row)
 
     def _make_layout(self) -> Layout:
-        buckets = [] if self._reducer.alone else self._reducer.layout.buckets
+        reducer = self._wire.reducer
+        buckets = reducer.buckets if reducer.averages else ()
         places: list[Place | None] = [None] * len(self.params)
         for index, bucket in enumerate(buckets):
             for number, view in zip(bucket.numbers, bucket.views, strict=True):

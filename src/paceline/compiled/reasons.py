@@ -14,17 +14,17 @@ from ..errors import HookRefusedError
 
 def never(ddp: DistributedDataParallel) -> str:
     """What will not change and cannot be traced; empty if there is nothing of the kind."""
-    reducer = ddp._replica.reducer
+    reducer = ddp.replica.reducer
     if reason := dynamo.missing_for_steps():
         return reason
     if ddp.mixed_precision is not None:
         return "the wrapper has mixed_precision; give autocast= to train_step instead"
-    if ddp._delayed is not None:
+    if ddp.replica.companions:
         return "the wrapper delays the averages of some parameters"
-    if reducer.layout.sharded:
+    if reducer.sharded:
         return "an optimizer holds shards of the gradients"
     for number, (name, param) in enumerate(zip(reducer.names, reducer.params, strict=True)):
-        if reducer.layout.is_sparse(number):
+        if reducer.is_sparse(number):
             return f"gradients of {name} are sparse"
         if local(param) is not param:
             return f"{name} is a DTensor"
@@ -33,18 +33,18 @@ def never(ddp: DistributedDataParallel) -> str:
 
 def unbuildable(ddp: DistributedDataParallel, backend: object) -> str:
     """What Inductor lacks to build code for the CPU; by itself it logs pages before it says so."""
-    on_cpu = any(param.device.type == "cpu" for param in ddp._replica.reducer.params)
+    on_cpu = any(param.device.type == "cpu" for param in ddp.replica.reducer.params)
     return inductor.missing_tools() if backend == "inductor" and on_cpu else ""
 
 
 def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
     """Hooks of parameters, which a traced backward pass would not call."""
-    reducer = ddp._replica.reducer
-    own = 1 if reducer.listeners else 0
+    reducer = ddp.replica.reducer
     for slot, param in enumerate(params):
+        known = slot < len(reducer.names)
+        own = reducer.hooks_on(slot) if known else 0
         after = param._post_accumulate_grad_hooks
         if param._backward_hooks or (after is not None and len(after) > own):
-            known = slot < len(reducer.names)
             name = reducer.names[slot] if known else f"parameter {slot} of the optimizer"
             return f"{name} has a hook of its own"
     return ""

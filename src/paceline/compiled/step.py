@@ -65,8 +65,8 @@ class Step:
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self._loss_fn = loss_fn
         self._wire = wire_of(ddp)
-        self._wire.handed.plan_ahead()
-        self._binding = Binding(ddp, optimizer, loss_fn, settings)
+        self._wire.reducer.handed.plan_ahead()
+        self._binding = Binding(self._wire, optimizer, loss_fn, settings)
         self._turns = Turns(ddp, settings.compile_timeout)
         self._modules = list(ddp.module.modules())
         self._tracing = dynamo.tracing_backward()
@@ -91,12 +91,12 @@ class Step:
 
         With ``world_size``, as if the group had so many ranks.
         """
-        return step_plan.plan(self, batch, world_size)
+        return step_plan.plan(self._binding, self._wire.reducer, batch, world_size)
 
     def _step(self, batch: Sequence[Any], *, last: bool) -> Tensor:
-        if self.ddp._replica._micro_steps % self.settings.accumulate == 0:
+        if self.ddp.replica.is_first_of(self.settings.accumulate):
             self._drop_grads()
-        inputs, _ = self.ddp._pre_forward(*batch)
+        inputs, _ = self.ddp.traced.begin_forward(*batch)
         if last:
             self._turns.before()
             self._wire.first = self._turns.after
@@ -110,7 +110,7 @@ class Step:
             self._fall_back(reason)
         except ModuleArgumentError as error:
             self._turns.after()
-            self.ddp._replica.tell_failure(str(error))
+            self.ddp.replica.tell_failure(str(error))
             raise
 
     def _try_compiled(self, inputs: Sequence[Any], last: bool) -> Tensor | None:
@@ -121,7 +121,7 @@ class Step:
             self._turns.after()
             reason = reasons.of(error)
             if not reason or self.settings.fullgraph:
-                self.ddp._replica.forward_failed(error)
+                self.ddp.replica.forward_failed(error)
                 raise
             self._fall_back(reason)
             return None
@@ -135,21 +135,14 @@ class Step:
     def _compiled_step(self, inputs: Sequence[Any]) -> Tensor:
         binding = self._binding
         binding.settle()
-        assert binding.layout is not None
         loss: Tensor
         loss, self.grad_norm, kept, used = self._run(
-            binding.whole(self._compile),
-            self._wire.buffers() if binding.layout.launches else [],
-            self.ddp._number,
-            binding.held(),
-            [found.state for found in binding.classes],
-            binding.numbers(),
-            *inputs,
+            binding.whole(self._compile), *binding.arguments(), *inputs
         )
         self._turns.after()
-        self.ddp._post_forward(loss)
-        self.ddp._replica.expect_no_backward()
-        self._wire.tell()
+        self.ddp.traced.end_forward(loss)
+        self.ddp.replica.expect_no_backward()
+        self._wire.reducer.handed.graph_ended()
         self._conclude(kept, used)
         return loss
 
@@ -158,9 +151,9 @@ class Step:
         binding.settle()
         loss: Tensor
         loss, grads = self._run(binding.gathering(self._compile), *inputs)
-        self.ddp._post_forward(loss)
-        count = len(self._wire.handed.reducer.params)
-        self._wire.handed.gather(grads[:count])
+        self.ddp.traced.end_forward(loss)
+        count = len(self._wire.reducer.params)
+        self._wire.reducer.handed.gather(grads[:count])
         for param, grad in zip(binding.params[count:], grads[count:], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
@@ -180,12 +173,9 @@ class Step:
         )
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.ddp._in_step = True
-        try:
-            with self._keep_hooks(), torch.no_grad(), self._tracing:
-                return function(*arguments)
-        finally:
-            self.ddp._in_step = False
+        in_step = self.ddp.traced.inside_step()
+        with in_step, self._keep_hooks(), torch.no_grad(), self._tracing:
+            return function(*arguments)
 
     def _keep_hooks(self) -> contextlib.AbstractContextManager[object]:
         """Backward hooks of modules are called by the graph."""
@@ -229,9 +219,9 @@ class Step:
             with program.casting(self.ddp.device_type, self.settings.autocast):
                 loss = self._loss_fn(self.ddp.module, *inputs)
         except BaseException as error:
-            self.ddp._replica.forward_failed(error)
+            self.ddp.replica.forward_failed(error)
             raise
-        self.ddp._post_forward(loss)
+        self.ddp.traced.end_forward(loss)
         loss.backward()
         if last:
             self._binding.look()
@@ -246,7 +236,7 @@ class Step:
         self.optimizer.step()
 
     def _fall_back(self, reason: str) -> None:
-        rank = self.ddp._replica.group.rank()
+        rank = self.ddp.replica.group.rank()
         if self.settings.fullgraph:
             raise ModuleArgumentError(
                 f"rank {rank}: train_step(fullgraph=True): {reason}. The other ranks are told so "
@@ -257,5 +247,5 @@ class Step:
         self._tell("steps are done in eager mode", reason)
 
     def _tell(self, what: str, reason: str) -> None:
-        rank = self.ddp._replica.group.rank()
+        rank = self.ddp.replica.group.rank()
         log.warning("rank %d: train_step: %s: %s", rank, what, reason)

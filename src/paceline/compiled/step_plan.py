@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -12,42 +12,35 @@ from .._reducer import Bucket, Reducer
 from .._torch import dynamo
 from ..errors import NotPlannedError
 from ..groups import Traffic
-from . import program
+from .binding import Binding
 from .explain import Planned, Schedule
 from .schedule import launch_early
 
-if TYPE_CHECKING:
-    from .step import Step
 
-
-def plan(step: Step, batch: Sequence[Any], world_size: int | None) -> Schedule:
-    """The collectives of ``step(*batch)``, in the order in which every rank starts them.
+def plan(
+    binding: Binding, reducer: Reducer, batch: Sequence[Any], world_size: int | None
+) -> Schedule:
+    """The collectives of a step on ``batch``, in the order in which every rank starts them.
 
     With ``world_size``, as if the group had so many ranks.
     """
-    reducer = step.ddp._replica.reducer
-    if reducer.alone:
+    if not reducer.averages:
         raise NotPlannedError(
             "A group of one rank averages nothing.",
             'Wrap the model in a group of new_group("fake", world_size=...) to plan for more.',
         )
-    graph = _graph_of(step, batch)
+    graph = _graph_of(binding, batch)
     launch_early(graph)
     walk = _Walk(graph)
     ranks = world_size or reducer.group.size()
-    buckets = reducer.layout.buckets
-    return Schedule(tuple(walk.planned(bucket, reducer, ranks) for bucket in buckets))
+    return Schedule(tuple(walk.planned(bucket, reducer, ranks) for bucket in reducer.buckets))
 
 
-def _graph_of(step: Step, batch: Sequence[Any]) -> Graph:
-    binding = step._binding
+def _graph_of(binding: Binding, batch: Sequence[Any]) -> Graph:
     binding.settle()
-    assert binding.layout is not None
-    function = program.write(step.ddp.module, step._loss_fn, binding.params, binding.layout)
-    states = [found.state for found in binding.classes]
-    arguments = (step._wire.buffers(), step.ddp._number, [], states, binding.numbers(), *batch)
     with torch.no_grad():
-        (graph,) = dynamo.graphs_of(function, arguments, {})
+        arguments = (*binding.arguments(), *batch)
+        (graph,) = dynamo.graphs_of(binding.write(), arguments, {})
     return graph.graph
 
 
@@ -66,7 +59,7 @@ class _Walk:
 
     def planned(self, bucket: Bucket, reducer: Reducer, ranks: int) -> Planned:
         """One bucket's collective."""
-        last = bucket is reducer.layout.buckets[-1]  # it waits for the end of every pass
+        last = bucket is reducer.buckets[-1]  # it waits for the end of every pass
         at = self._end if last else self._place(bucket)
         self._latest = max(self._latest, at)
         nbytes = bucket.buffer.nbytes

@@ -35,10 +35,10 @@ class Turns:
 
     def __init__(self, ddp: DistributedDataParallel, timeout: timedelta) -> None:
         self._ddp = ddp
-        self._group = ddp._replica.group
+        self._group = ddp.replica.group
         self._timeout = timeout
         self._leads = os.environ.get("LOCAL_RANK", str(self._group.rank())) == "0"
-        self._reducer = ddp._replica.reducer
+        self._reducer = ddp.replica.reducer
         self._passes = self._reducer.passes
         self._open = False
 
@@ -48,9 +48,9 @@ class Turns:
         No turns are taken behind other passes, or in a Join: there a rank that has run out could
         not take part, and all ranks have to decide alike.
         """
-        reducer = self._ddp._replica.reducer
+        reducer = self._ddp.replica.reducer
         first = reducer is self._reducer and reducer.passes == self._passes
-        self._open = first and self._group.size() > 1 and not self._ddp._join_config.enable
+        self._open = first and self._group.size() > 1 and not self._ddp.replica.in_join()
         if self._open and not self._leads:
             self._group.barrier(self._timeout)
         if self._open:
@@ -127,7 +127,7 @@ class WrapperTurns:
 
     def take(self, ddp: DistributedDataParallel) -> None:
         """Called while Dynamo traces a wrapper that will be averaged."""
-        group = ddp._replica.group
+        group = ddp.replica.group
         if group.backend == "threads" or not dynamo.uses_inductor():
             return  # there is one process, or nothing is kept
         compilation = dynamo.this_compilation()
@@ -156,16 +156,17 @@ class WrapperTurns:
 
 def _be_patient(ddp: DistributedDataParallel, group: Group, timeout: timedelta) -> None:
     """Until a first pass is over, other ranks may be as late as compiling makes them."""
-    usual, reducer = group.timeout, ddp._replica.reducer
+    usual, reducer = group.timeout, ddp.replica.reducer
     if usual >= timeout or reducer.passes:
         return
 
     def be_as_usual(_done: object) -> None:
+        handle.remove()
         if group.timeout == timeout:
             group.set_timeout(usual)
 
     group.set_timeout(timeout)
-    reducer.after_pass.append(be_as_usual)
+    handle = reducer.observers.on_end(be_as_usual)
 
 
 def _place() -> Path:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library, register_fake
 
-from .._reducer import Handed, Pass
+from .._reducer import Reducer
 from .._torch.dynamo import in_compiled_autograd
-from ..ddp import DistributedDataParallel, Replica, wrapper_numbered
+from ..ddp import DistributedDataParallel, wrapper_numbered
 from ..errors import ModuleStateError
 
 library = Library("paceline", "FRAGMENT")
@@ -33,9 +33,7 @@ class Wire:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self.done: Pass | None = None  # the pass of the graph that runs, when all is averaged
         self.first: Callable[[], None] = _nothing  # called before anything is sent
-        self._complete: Pass | None = None  # the pass to which a graph has given all it has
         self._gathered: dict[int, Tensor] = {}  # gradients of a pass that is not averaged
 
     @property
@@ -46,91 +44,68 @@ class Wire:
         return ddp
 
     @property
-    def replica(self) -> Replica:
+    def module(self) -> nn.Module:
         """What it wraps."""
-        return self.ddp._replica
+        module: nn.Module = self.ddp.module
+        return module
 
     @property
-    def handed(self) -> Handed:
+    def reducer(self) -> Reducer:
         """The reducer of now: another one comes when parameters are frozen."""
-        return Handed(self.replica.reducer)
+        return self.ddp.replica.reducer
+
+    @property
+    def number(self) -> Tensor:
+        """What a graph is given to find this wire again."""
+        return self.ddp.traced.number
 
     def buffers(self) -> list[Tensor]:
         """The memory of the buckets."""
-        return [bucket.buffer for bucket in self.handed.buckets]
+        return [bucket.buffer for bucket in self.reducer.buckets]
 
     # -- a step that is one graph -------------------------------------------------------------
 
     def launch(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over."""
         self.first()
-        self.handed.take(numbers, grads)
+        self.reducer.handed.take(numbers, grads)
 
     def settle(self, given: Sequence[Tensor]) -> None:
         """Wait for the averages, and see to it that ``given`` holds them."""
         self.first()
-        self.done = self.handed.finish()
+        self.reducer.handed.average()
         _fill(given, self.buffers())
-
-    def tell(self) -> None:
-        """The graph has ended: whoever waits for the end of a pass may act."""
-        done, self.done = self.done, None
-        if done is not None:
-            self.handed.tell(done)
 
     # -- a wrapper whose forward and backward are a graph each --------------------------------
 
     def before_forward(self, given: Sequence[Tensor], alone: bool) -> None:
         """What the wrapper does around a forward; ``given`` holds the module's buffers then."""
-        if alone and not self.replica.reducer.alone:
+        if alone and self.reducer.averages:
             raise ModuleStateError(
                 "A wrapper was compiled while it averaged nothing, and now it has a weight or a "
                 "hook: the graph knows of neither.",
                 "Enter ddp.weight() around the first call too, or call torch.compiler.reset().",
             )
         self._gathered = {}  # of a backward pass that failed
-        self.ddp._pre_forward()
-        self.ddp._post_forward(None)
-        _fill(given, [self.ddp._beat, *self.ddp.module.buffers()])
+        self.ddp.traced.begin_forward()
+        self.ddp.traced.end_forward(None)
+        _fill(given, [self.ddp.traced.beat, *self.module.buffers()])
 
     def hand_over(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over, to be averaged in this pass or in a later one."""
-        if self.replica._averages_now():
-            if self._is_followed:
-                self._end_pass()
-            self.handed.begin()
-            self.handed.take(numbers, grads)
+        if self.ddp.replica.averages_now():
+            self.reducer.handed.take(numbers, grads)
         else:
             self._gathered.update(zip(numbers, [grad.clone() for grad in grads], strict=True))
 
-    @property
-    def _is_followed(self) -> bool:
-        """Whether a backward pass came through another forward before, so that a pass is complete.
-
-        Averages of averages are right, unless they are weighed: then what comes now is late.
-        """
-        reducer = self.handed.reducer
-        complete = self._complete is not None and self._complete is reducer.latest
-        return complete and not reducer.ledger.open
-
-    def _end_pass(self) -> None:
-        self._complete = None
-        handed = self.handed
-        handed.tell(handed.finish())
-
     def average(self) -> None:
-        """Every gradient of the graph has been handed over.
-
-        Averages are awaited at the end of the backward pass around it: parameters may be used
-        outside the graph too, and those gradients have yet to come.
-        """
-        if self.replica._averages_now():
-            self._complete = self.handed.reducer.latest
-            if torch._C._current_graph_task_id() == -1 or in_compiled_autograd():
-                self._end_pass()
+        """Every gradient of the graph has been handed over."""
+        if self.ddp.replica.averages_now():
+            self.reducer.handed.graph_complete(at_once=in_compiled_autograd())
         else:
             gathered, self._gathered = self._gathered, {}
-            self.handed.gather([gathered.get(n) for n in range(len(self.handed.reducer.params))])
+            count = len(self.reducer.params)
+            self.reducer.handed.gather([gathered.get(number) for number in range(count)])
 
 
 def wire_of(ddp: DistributedDataParallel) -> Wire:

@@ -63,19 +63,19 @@ class _End(torch.autograd.Function):
 
 def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
     """The wrapper's forward in a graph; inside a compiled step, the module's own."""
-    if ddp._in_step:
+    if ddp.traced.in_step:
         return ddp.module(*inputs, **kwargs)
-    if why_not(ddp._number):
-        return ddp._forward(*inputs, **kwargs)
-    buffers = [ddp._beat, *[b for _, b in ddp.module.named_buffers()]]
-    trains, alone = torch.is_grad_enabled(), is_alone(ddp._number)
-    torch.ops.paceline.before_forward(buffers, trains, alone, ddp._number)
+    if why_not(ddp.traced.number):
+        return ddp.traced.eager_forward(*inputs, **kwargs)
+    buffers = [ddp.traced.beat, *[b for _, b in ddp.module.named_buffers()]]
+    trains, alone = torch.is_grad_enabled(), is_alone(ddp.traced.number)
+    torch.ops.paceline.before_forward(buffers, trains, alone, ddp.traced.number)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         inputs, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (inputs, kwargs))
     if alone or not trains:
         return ddp.module(*inputs, **kwargs)
-    take_turn(ddp._number)
+    take_turn(ddp.traced.number)
     return torch.func.functional_call(ddp.module, _gated(ddp), inputs, kwargs)
 
 
@@ -83,11 +83,11 @@ def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) ->
 def why_not(number: Tensor) -> str:
     """Why a wrapper's averages cannot be in a graph; asked when it is traced."""
     ddp = wrapper_numbered(number)
-    if ddp._replica.reducer.policy.strict:  # torch's way: Dynamo splits the graph by buckets
+    if ddp.replica.reducer.policy.strict:  # torch's way: Dynamo splits the graph by buckets
         return "strict"
-    reason = reasons.never(ddp) or reasons.now(ddp, ddp._replica.reducer.params)
+    reason = reasons.never(ddp) or reasons.now(ddp, ddp.replica.reducer.params)
     if reason:
-        rank = ddp._replica.group.rank()
+        rank = ddp.replica.group.rank()
         log.warning("rank %d: torch.compile(ddp): averages are made outside: %s", rank, reason)
     return reason
 
@@ -95,7 +95,7 @@ def why_not(number: Tensor) -> str:
 @dynamo.folded
 def is_alone(number: Tensor) -> bool:
     """Whether there is nobody to average with; asked when it is traced."""
-    return wrapper_numbered(number)._replica.reducer.alone
+    return not wrapper_numbered(number).replica.reducer.averages
 
 
 @dynamo.folded
@@ -109,16 +109,16 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """The parameters by name, behind their gates."""
     gate: Any = _Gate  # torch has no annotations for apply
     end: Any = _End
-    anchor = end.apply(ddp._number, ddp._anchor)
+    anchor = end.apply(ddp.traced.number, ddp.traced.anchor)
     layers: dict[str, list[tuple[int, str, Tensor]]] = {}
-    for number, (name, param) in enumerate(ddp._replica.trained.items()):
+    for number, (name, param) in enumerate(ddp.replica.trained.items()):
         if param.requires_grad:
             layers.setdefault(name.rpartition(".")[0], []).append((number, name, param))
     gated: dict[str, Tensor] = {}
     for members in layers.values():
         numbers = [number for number, _, _ in members]
         params = [param for _, _, param in members]
-        passed = gate.apply(numbers, ddp._number, anchor, *params)
+        passed = gate.apply(numbers, ddp.traced.number, anchor, *params)
         for (_, name, _), tensor in zip(members, passed, strict=True):
             gated[name] = tensor
     return gated

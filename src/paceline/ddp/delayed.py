@@ -25,8 +25,8 @@ class Delayed:
         self.params = [param for _, param in named]
         broadcast(group, [param.detach() for param in self.params], 0)
         policy = Reduction(BucketCaps.create(None, None))
-        self.reducer = Reducer(self.params, [name for name, _ in named], group, policy)
-        self.reducer.listeners.remove()
+        names = [name for name, _ in named]
+        self.reducer = Reducer(self.params, names, group, policy, hooks=False)
         self._handle = sets_off.register_post_accumulate_grad_hook(self._set_off)
 
     def _set_off(self, _param: Tensor) -> None:

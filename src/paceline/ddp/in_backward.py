@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._reducer import Bucket, Reducer
 from ..errors import ModuleStateError
@@ -29,31 +28,27 @@ def adopt_optimizers(params: Sequence[nn.Parameter], reducer: Reducer) -> None:
                 optimizer.step()
                 param.grad = None
 
-    reducer.after_bucket.append(step)
+    reducer.observers.on_bucket(step)
 
 
-def register_fused(
-    ddp: Any,
-    kind: type,
-    args: Sequence[Any],
-    params: Iterable[Tensor] | None,
-    kwargs: dict[str, Any],
-) -> None:
-    """One optimizer for each parameter, stepped with its bucket."""
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+def check_fused(kind: type, *, hooked: bool) -> None:
+    """Refuse what is no optimizer, and any if the wrapper has a communication hook."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ModuleStateError(
             f"{kind} does not support overlapped DDP. Please file an issue to PyTorch or the "
             f"respective owner of {kind}. It is not a torch.optim.Optimizer, and every rank would "
             "refuse it."
         )
-    if ddp._comm_hooks:
+    if hooked:
         raise ModuleStateError("A fused optimizer and a communication hook do not go together.")
-    chosen = ddp._module_parameters if params is None else list(params)
-    optimizers = {p: kind([p], *args, **kwargs) for p in chosen if p.requires_grad}
+
+
+def step_with_buckets(optimizers: Mapping[Tensor, Optimizer], reducer: Reducer) -> None:
+    """Step each parameter's optimizer when its bucket is averaged."""
 
     def step(bucket: Bucket) -> None:
         for param in bucket.params:
             if param in optimizers and param.grad is not None:
                 optimizers[param].step()
 
-    ddp._replica.reducer.after_bucket.append(step)
+    reducer.observers.on_bucket(step)

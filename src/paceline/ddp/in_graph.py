@@ -6,7 +6,10 @@ A graph holds no object of ours, so it is the same on all ranks and can be kept 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +21,32 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count(1)
 _wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Traced:
+    """What compiled graphs, and those who run them, have of one wrapper.
+
+    A traced backward pass ends at ``anchor``. A graph seems to write ``beat``, so that the compiler
+    keeps what seems to do so.
+    """
+
+    number: Tensor  # :func:`wrapper_numbered` finds the wrapper by it, while that lives
+    begin_forward: Callable[..., tuple[Any, Any]]  # before the module's own: returns its inputs
+    end_forward: Callable[[Any], Any]  # behind it; where it failed, replica.forward_failed instead
+    eager_forward: Callable[..., Any]  # all of it; Dynamo compiles only the module's own
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    beat: Tensor = field(default_factory=lambda: torch.zeros(()))
+    in_step: bool = False  # a compiled step sees to the averages
+
+    @contextlib.contextmanager
+    def inside_step(self) -> Iterator[None]:
+        """Within it a forward of the wrapper is that of its module."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
 
 
 def number(ddp: DistributedDataParallel) -> Tensor:
@@ -34,4 +63,4 @@ def wrapper_numbered(number: Tensor) -> DistributedDataParallel:
 
 def forward_in_graph(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
     """The forward that ``torch.compile`` meets; ``paceline.compiled`` has it trace another one."""
-    return ddp._forward(*inputs, **kwargs)
+    return ddp.traced.eager_forward(*inputs, **kwargs)

@@ -41,24 +41,21 @@ class DDPJoinHook(JoinHook):
         self._layers: Lent | None = None
         # Of a hook that speaks for itself: passes and forwards before this rank ran out.
         self._own_work: tuple[int, int] | None = None
-        ddp._joined_once = True
         # At once, and until the end: torch's Join does not say when it is entered. Outside of any
         # context it makes no difference, since all ranks are active.
-        ddp._replica.reducer.by_active = by_active
+        ddp.replica.enter_join(by_active=by_active)
 
     def enter(self) -> None:
         """The context begins."""
-        replica = self.ddp._replica
+        replica = self.ddp.replica
         self._own_work = None
         self._layers = lend_rows(self.ddp.module, replica.group)
-        replica.before_failing = self.answer_others
-        replica.reducer.by_active = self._by_active
+        replica.enter_join(by_active=self._by_active, before_failing=self.answer_others)
 
     def leave(self, *, together: bool) -> None:
         """The context is over; ``together``: on every rank, whatever the reason."""
         self._end_layers(together)
-        self.ddp._replica.before_failing = self.ddp._replica.leave_layers
-        self.ddp._replica.reducer.by_active = False
+        self.ddp.replica.leave_join()
 
     def answer_others(self) -> None:
         """Let no rank wait in a SyncBatchNorm layer for this one, which calls it no more."""
@@ -86,16 +83,16 @@ class DDPJoinHook(JoinHook):
 
         If this rank still owes weighed gradients, it is a pass of its own, but it takes no step.
         """
-        reducer = self.ddp._replica.reducer
+        reducer = self.ddp.replica.reducer
         if self._own_work is None:
-            self._own_work = reducer.passes, self.ddp._join_config.progress.step
+            self._own_work = reducer.passes, self.ddp.join_config.progress.step
         self.answer_others()
         told = reducer.stand_in()
         return told is not None and bool(told.active_ranks())
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with an error: let the others know in their next pass."""
-        replica = self.ddp._replica
+        replica = self.ddp.replica
         if replica.told_of is not error:
             replica.tell_failure(f"{type(error).__name__} inside Join: {error}")
 
@@ -105,7 +102,7 @@ class DDPJoinHook(JoinHook):
         self.answer_others()
         if any_averages(self.ddp, False):
             # The averages are for the joinables after this one: a sharded optimizer steps here too.
-            self.ddp._replica.reducer.stand_in(take=True)
+            self.ddp.replica.reducer.stand_in(take=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks take the model of the last one to run out."""
@@ -114,15 +111,15 @@ class DDPJoinHook(JoinHook):
             sync_final_model(self.ddp, is_last_joiner)
         else:
             take_model(self.ddp, newest_rank(self.ddp, *self._own_work))
-        self.ddp._replica.reducer.by_active = False
+        self.ddp.replica.reducer.mean_over_active(False)
 
 
 def announce_step(ddp: DistributedDataParallel) -> None:
     """Before a forward inside Join: tell the ranks that have run out what is coming."""
     notice = Join.notify_join_context(ddp)
     refuse_foreign(ddp, notice)
-    if not getattr(ddp._join_config, "silent", False):
-        replica = ddp._replica
+    if not getattr(ddp.join_config, "silent", False):
+        replica = ddp.replica
         any_averages(ddp, torch.is_grad_enabled() and replica.backward_sync)
 
 
@@ -131,13 +128,13 @@ def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None
 
     Called after the notice, so that the ranks that have run out come to their own refusal.
     """
-    if isinstance(ddp._join_config, JoinConfig) or ddp._replica.group.size() == 1:
+    if isinstance(ddp.join_config, JoinConfig) or ddp.replica.group.size() == 1:
         return
     if any(isinstance(layer, SyncBatchNorm) for layer in ddp.module.modules()):
         if notice is not None:
             notice.wait()
         raise ModuleStateError(
-            f"rank {ddp._replica.group.rank()}: a model with SyncBatchNorm layers is in torch's "
+            f"rank {ddp.replica.group.rank()}: a model with SyncBatchNorm layers is in torch's "
             "Join. A rank that has run out could not stand in for their collectives.",
             "Use paceline.Join, or ddp.join().",
         )
@@ -146,13 +143,13 @@ def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None
 def any_averages(ddp: DistributedDataParallel, mine: bool) -> bool:
     """Whether any rank will average the pass that comes; every rank calls it."""
     flag = torch.tensor([float(mine)], device=ddp.device)
-    ddp._replica.group.all_reduce(flag, ReduceOp.MAX)
+    ddp.replica.group.all_reduce(flag, ReduceOp.MAX)
     return bool(flag.item())
 
 
 def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
     """The highest rank among the candidates; every rank calls it."""
-    group = ddp._replica.group
+    group = ddp.replica.group
     best = torch.tensor([group.rank() if candidate else -1], device=ddp.device)
     group.all_reduce(best, ReduceOp.MAX)
     return int(best.item())
@@ -160,7 +157,7 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
 
 def newest_rank(ddp: DistributedDataParallel, passes: int, forwards: int) -> int:
     """The highest rank among those with most averaged passes, of these with most forwards."""
-    group = ddp._replica.group
+    group = ddp.replica.group
     own = torch.tensor([passes, forwards, group.rank()], device=ddp.device)
     everyone = own.new_empty(group.size(), 3)
     group.all_gather_single(everyone, own)
@@ -174,6 +171,6 @@ def sync_final_model(ddp: DistributedDataParallel, is_last_joiner: bool) -> None
 
 def take_model(ddp: DistributedDataParallel, root: int) -> None:
     """Give every rank the root's parameters, and its buffers if they are kept alike."""
-    replica = ddp._replica
+    replica = ddp.replica
     replica.authoritative_rank = root
     replica.broadcast(root, buffers=replica.forward_buffers)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._reducer import Assignment, Pass, local
+from .._reducer import Pass, Summary, local
+from ..policies import Reduction
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -57,19 +58,22 @@ class Times:
         }
 
 
-def logging_data(replica: Replica, wrapper: Any, torch_error: str) -> dict[str, Any]:
-    """Everything by torch's keys; sizes and lists as torch writes them."""
-    reducer = replica.reducer
-    error = torch_error or reducer.error or wrapper._error
+def logging_data(replica: Replica, wrapper: Any, *, error: str, comm_hook: str) -> dict[str, Any]:
+    """Everything by torch's keys; sizes and lists as torch writes them.
+
+    ``comm_hook`` is the name of the communication hook; empty: there is none.
+    """
+    summary = replica.reducer.summary()
     data: dict[str, Any] = {
         **_identity(replica, wrapper),
         **_settings(replica, wrapper),
-        **_sizes(replica),
+        **({"comm_hook": comm_hook} if comm_hook else {}),
+        **_sizes(summary, replica.reducer.policy),
         **replica.times.kept,
         **environment(replica.group.backend),
         "has_error": int(bool(error)),
-        "can_set_static_graph": int(reducer.passes > 0 and reducer.picture.steady),
-        "prev_iteration_grad_ready_order_indices": _joined(reducer.listeners.learned),
+        "can_set_static_graph": int(summary.steady),
+        "prev_iteration_grad_ready_order_indices": _joined(summary.arrival),
     }
     if error:
         data["error"] = error
@@ -108,34 +112,27 @@ def _settings(replica: Replica, wrapper: Any) -> dict[str, Any]:
         "find_unused_parameters": int(replica.reducer.policy.find_unused),
         "gradient_as_bucket_view": int(bool(wrapper.gradient_as_bucket_view)),
         "static_graph": int(replica.reducer.policy.static_graph),
-        **({"comm_hook": wrapper._comm_hook_name} if wrapper._comm_hook_name else {}),
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in modules)),
-        "join_uneven_inputs": int(wrapper._joined_once),
+        "join_uneven_inputs": int(replica.joined_once),
     }
 
 
-def _sizes(replica: Replica) -> dict[str, Any]:
-    reducer = replica.reducer
-    sizes = [spec.nbytes for spec in reducer.layout.specs]
+def _sizes(summary: Summary, policy: Reduction) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "total_parameter_size_bytes": sum(sizes),
-        "num_parameter_tensors": len(sizes),
-        "unused_parameter_size": sum(sizes[n] for n in reducer.picture.unused),
-        "num_buckets_reduced": len(reducer.layout.plan),
-        "bucket_sizes": _joined(_bucket_sizes(reducer.layout.first_plan, sizes)),
-        "initial_bucket_size_limits": _joined(reducer.layout.first_caps),
-        "has_rebuilt_buckets": int(reducer.layout.rebuilt),
+        "total_parameter_size_bytes": sum(summary.sizes),
+        "num_parameter_tensors": len(summary.sizes),
+        "unused_parameter_size": sum(summary.sizes[index] for index in summary.unused),
+        "num_buckets_reduced": len(summary.plan),
+        "bucket_sizes": _joined(summary.first_bucket_sizes),
+        "initial_bucket_size_limits": _joined(summary.first_caps),
+        "has_rebuilt_buckets": int(summary.rebuilt),
     }
-    if reducer.layout.rebuilt:
-        data["rebuilt_bucket_sizes"] = _joined(_bucket_sizes(reducer.layout.plan, sizes))
-        data["rebuilt_bucket_size_limits"] = _joined(reducer.policy.caps.rebuilt)
-        rows = [" ".join(map(str, row)) for row in reducer.layout.plan]
+    if summary.rebuilt:
+        data["rebuilt_bucket_sizes"] = _joined(summary.bucket_sizes)
+        data["rebuilt_bucket_size_limits"] = _joined(policy.caps.rebuilt)
+        rows = [" ".join(map(str, row)) for row in summary.plan]
         data["rebuilt_per_bucket_param_indices"] = ", ".join(rows)
     return data
-
-
-def _bucket_sizes(plan: Assignment, sizes: list[int]) -> list[int]:
-    return [sum(sizes[n] for n in row) for row in plan]
 
 
 def _joined(values: Any) -> str:

@@ -82,6 +82,8 @@ class Replica:
         init_buffers: bool = True,
         forward_buffers: bool = True,
         chunk_bytes: int = 250 * 1024 * 1024,
+        in_join: Callable[[], bool] = lambda: False,
+        companions: Sequence[Reducer] = (),
     ) -> None:
         self.module = module
         self.group = group
@@ -93,11 +95,12 @@ class Replica:
         self.buffer_sync = True  # buffers have changed since they were last alike
         self.authoritative_rank = 0  # whose buffers counted last
         self._left_out = False  # the last forward ran inside no_sync
-        self.companions: list[Reducer] = []  # whose passes end with those of the reducer
+        self.companions = tuple(companions)  # whose passes end with those of the reducer
         self.told_of: BaseException | None = None  # a failure that the other ranks know of
-        self.in_join: Callable[[], bool] = lambda: False
+        self.in_join = in_join
+        self.joined_once = False
         self.layers: Group | None = None  # what SyncBatchNorm layers have for themselves
-        self.before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
+        self._before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
         self.times = Times()
         self._micro_steps = 0  # of accumulate
         self._toggles = False  # parameters are frozen and thawed inside forwards
@@ -107,7 +110,7 @@ class Replica:
         if init_sync:
             self.verify()
             self.broadcast(0, buffers=init_buffers)
-        self.reducer = self._new_reducer(policy)
+        self.reducer = self._first_reducer(policy)
         self.expect_no_backward()
         pending.watch(self)
         self._lend_to_layers()
@@ -127,22 +130,31 @@ class Replica:
         with events.calls_for(self.group.board, MODEL):
             broadcast(self.group, tensors, root, self.chunk_bytes)
 
-    def _new_reducer(self, policy: Reduction, keep: Collection[str] = ()) -> Reducer:
+    def _first_reducer(self, policy: Reduction) -> Reducer:
+        params, names, sparse = self._choose_trained()
+        reducer = Reducer(
+            params,
+            names,
+            self.group,
+            policy,
+            sparse=sparse,
+            wanted=self.averages_now,
+            heeds=self.in_join,  # ranks that have run out act on what is said at once
+        )
+        reducer.observers.on_end(self._after_pass)
+        reducer.observers.on_end(self.times.note)
+        reducer.observers.on_failure(self._after_failure)
+        return reducer
+
+    def _choose_trained(
+        self, keep: Collection[str] = ()
+    ) -> tuple[list[nn.Parameter], list[str], list[bool]]:
+        """What is averaged from now on: parameters, names, and which gradients are sparse."""
         self.trained = {n: p for n, p in self._all.items() if p.requires_grad or n in keep}
         self._graded = [p.requires_grad for p in self._all.values()]
         sparse = sparse_parameters(self.module)
-        reducer = Reducer(
-            list(self.trained.values()),
-            list(self.trained),
-            self.group,
-            policy,
-            sparse=[p in sparse for p in self.trained.values()],
-            wanted=self._averages_now,
-        )
-        reducer.after_pass += [self._after_pass, self.times.note]
-        reducer.after_failure.append(self._after_failure)
-        reducer.heeds = lambda: self.in_join()  # ranks that have run out act on it at once
-        return reducer
+        params = list(self.trained.values())
+        return params, list(self.trained), [p in sparse for p in params]
 
     def _follow_freezing(self) -> None:
         """Parameters frozen or thawed since the last forward: begin anew with what is trained.
@@ -166,19 +178,11 @@ class Replica:
     def _begin_anew(self, keep: Collection[str] = ()) -> None:
         self.refuse_if_sharded("parameters were frozen or thawed")
         self.verify()
-        old, before = self.reducer, self.trained
-        old.retire()
-        self.reducer = self._new_reducer(old.policy, keep)
+        before = self.trained
+        self.reducer = self.reducer.successor(*self._choose_trained(keep))
         self._let_go.forget()
         self._let_go = LetGo(_without(before, self.trained), self.group.rank())
         self._let_go.watch(weakref.WeakMethod(self._is_averaged))
-        self.reducer.ledger, self.reducer.by_active = old.ledger, old.by_active
-        self.reducer.expected = old.expected
-        self.reducer.after_bucket = old.after_bucket
-        self.reducer.diary.continue_from(old.diary)
-        self.reducer.after_average = old.after_average
-        if old.hook is not None:
-            self.reducer.set_hook(old.hook, prompt=old.prompt)
 
     def _lend_to_layers(self) -> None:
         """Give SyncBatchNorm layers a group, of their own where one can be made."""
@@ -196,14 +200,13 @@ class Replica:
             self.reducer.make_good()
             self.refuse_unfinished()
             self._follow_freezing()
-            self.reducer.settle_plan()
+            self.reducer.begin_step()
             self.times.forward_start = time.perf_counter_ns()
-            self.reducer.diary.forward_begins()
             self._passes_before = self.reducer.passes
         if self.syncs_buffers and not self.buffers.hooked_after:
             self.sync_buffers()
         if torch.is_grad_enabled():
-            self.reducer.expected.forward_begins()
+            self.reducer.forward_begins()
         else:
             self.hear()
 
@@ -211,7 +214,7 @@ class Replica:
         """Watch the output for the backward pass."""
         if self.syncs_buffers and self.buffers.hooked_after:
             self.sync_buffers()
-        if self.buffers.futures and self.reducer.alone:  # no pass will end with them
+        if self.buffers.futures and not self.reducer.averages:  # no pass will end with them
             self.buffers.settle()
         if not torch.is_grad_enabled():
             self.buffer_sync = False  # ranks may have unequal numbers of batches to look at
@@ -220,14 +223,8 @@ class Replica:
         if self.reducer.passes != self._passes_before:  # a backward ran inside
             graded = [p.requires_grad for p in self._all.values()]
             self._toggles = self._toggles or graded != self._graded
-        self.reducer.expected.forward_ends(averaged=self.backward_sync)
-        self.reducer.diary.forward_ends()
-        self._watch(output)
-
-    def _watch(self, output: Any) -> None:
-        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.grad_fn is not None:
-                self.reducer.watch(tensor)
+        outputs = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        self.reducer.forward_ends(outputs, averaged=self.backward_sync)
 
     def expect_backward(self, outputs: Sequence[Tensor]) -> None:
         """Average the next backward pass too, with what is trained now.
@@ -237,12 +234,11 @@ class Replica:
         """
         self._left_out = not self.backward_sync
         self._take_in_thawed()
-        self.reducer.expected.expect_next()
-        self._watch(list(outputs))
+        self.reducer.expect_backward(tensors_in(list(outputs)))
 
     def expect_no_backward(self) -> None:
         """The gradients of the last forward were averaged with it."""
-        self.reducer.expected.reset()
+        self.reducer.expect_no_backward()
 
     def read_late(self) -> None:
         """From now on do as on a device, wherever the parameters are; every rank calls it."""
@@ -263,8 +259,8 @@ class Replica:
         """Tell the other ranks, which will wait in their backward pass, why none follows here."""
         inside_backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
-            self.reducer.expected.forward_ends(averaged=False)
-        expected = torch.is_grad_enabled() and self._averages_now() and not inside_backward
+            self.reducer.forward_failed()
+        expected = torch.is_grad_enabled() and self.averages_now() and not inside_backward
         if expected and isinstance(error, PeerLeftError) and self.layers is not None:
             self.reducer.stand_in()  # it left a layer's group; here it says why, and this raises
         if not expected or not isinstance(error, Exception) or isinstance(error, PacelineError):
@@ -277,20 +273,36 @@ class Replica:
         if self.layers is not None:
             self.layers.abort()
 
+    def enter_join(
+        self, *, by_active: bool, before_failing: Callable[[], None] | None = None
+    ) -> None:
+        """Ranks may run out from now on: ``by_active``, means are over those that have not.
+
+        ``before_failing`` frees ranks that wait in a layer for this one, should it fail.
+        """
+        self.joined_once = True
+        self.reducer.mean_over_active(by_active)
+        self._before_failing = before_failing or self._before_failing
+
+    def leave_join(self) -> None:
+        """All ranks have inputs again."""
+        self.reducer.mean_over_active(False)
+        self._before_failing = self.leave_layers
+
     def tell_failure(self, text: str) -> None:
         """Let the other ranks' next pass, or the one that is under way, end with this message."""
         log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
         with contextlib.suppress(Exception):  # the user wants the first error
-            self.before_failing()
+            self._before_failing()
         # the companions' passes end with the reducer's, unless it has none
-        for reducer in self.companions if self.reducer.alone else [self.reducer]:
+        for reducer in [self.reducer] if self.reducer.averages else self.companions:
             with contextlib.suppress(Exception):
                 reducer.stand_in(trouble=text)
 
     def refuse_unfinished(self) -> None:
         """Strict: raise if the last pass left parameters out."""
-        missing = self.reducer.picture.unfinished
-        if not missing or not self._averages_now():
+        missing = self.reducer.unfinished
+        if not missing or not self.averages_now():
             return
         rank = self.group.rank()
         names = [self.reducer.names[n] for n in missing]
@@ -302,7 +314,7 @@ class Replica:
         else:
             error = UnfinishedReductionError(rank, missing, names)
         self.tell_failure(str(error))
-        self.reducer.error = str(error)
+        self.reducer.note_error(str(error))
         raise error
 
     # -- buffers ------------------------------------------------------------------------------
@@ -337,10 +349,10 @@ class Replica:
 
     def _is_averaged(self) -> bool:
         """Whether gradients that come now belong to a pass that is averaged."""
-        return self._averages_now() and not self.reducer.expected.nothing
+        return self.averages_now() and self.reducer.expects_backward
 
-    def _averages_now(self) -> bool:
-        """Decided when the backward pass runs; a forward inside no_sync speaks for its backward."""
+    def averages_now(self) -> bool:
+        """Whether a backward pass that ran now is averaged; a forward in no_sync forbids it."""
         return self.backward_sync and not self._left_out
 
     @contextlib.contextmanager
@@ -357,10 +369,14 @@ class Replica:
         """One of ``steps`` micro-steps; gradients are averaged in every last one, which is True."""
         if steps < 1:
             raise ModuleArgumentError(f"accumulate: expected at least one step, got {steps}.")
-        last = (self._micro_steps + 1) % steps == 0
+        last = self._micro_steps % steps == steps - 1
         with contextlib.nullcontext() if last else self.no_sync():
             yield last
         self._micro_steps += 1
+
+    def is_first_of(self, steps: int) -> bool:
+        """Whether the next micro-step of :meth:`accumulate` is the first of ``steps``."""
+        return self._micro_steps % steps == 0
 
     def weight(self, count: float) -> Weighing:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
@@ -395,7 +411,7 @@ class Replica:
 
     def refuse_if_sharded(self, what: str) -> None:
         """Raise if an optimizer holds this rank's part of the gradients."""
-        if self.reducer.layout.sharded:
+        if self.reducer.sharded:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: {what} while an optimizer holds a shard of the "
                 "gradients. Every rank stops here. Make the model and its optimizer anew."

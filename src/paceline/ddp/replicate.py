@@ -190,7 +190,7 @@ class Replicated:
         """Set the mode; ``eval()`` hears of a failure in the last pass, as the wrapper's does."""
         ddp = self.__dict__[_KEPT]._ddp
         if ddp is not None and not mode:
-            ddp._replica.hear()
+            ddp.replica.hear()
         return super().train(mode)  # type: ignore[misc]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:

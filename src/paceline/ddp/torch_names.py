@@ -23,7 +23,8 @@ from .torch_reducer import TorchReducer, torch_logger
 class TorchNames(TorchDDP):
     """Answers to torch's names, from what the wrapper holds."""
 
-    _replica: Replica
+    replica: Replica
+    _comm_hook_name: str
     _reducer: TorchReducer
     _caps: BucketCaps
     _delayed: Delayed | None
@@ -36,11 +37,11 @@ class TorchNames(TorchDDP):
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether forward passes make buffers alike."""
-        return self._replica.forward_buffers
+        return self.replica.forward_buffers
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._forward_sync_buffers = self._replica.forward_buffers = value
+        self._forward_sync_buffers = self.replica.forward_buffers = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -54,25 +55,25 @@ class TorchNames(TorchDDP):
     @property
     def modules_buffers(self) -> list[Tensor]:
         """The buffers that are kept alike."""
-        return list(self._replica.buffers.named().values())
+        return list(self.replica.buffers.named().values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The same by name."""
-        return self._replica.buffers.named()
+        return self.replica.buffers.named()
 
     def _assign_modules_buffers(self) -> None:
         """torch's way to look where the buffers are now; ours always does."""
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward makes buffers alike."""
-        return self._replica.syncs_buffers
+        return self.replica.syncs_buffers
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and not self._replica.buffers.hooked_after
+        return self.will_sync_module_buffers() and not self.replica.buffers.hooked_after
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._replica.buffers.hooked_after
+        return self.will_sync_module_buffers() and self.replica.buffers.hooked_after
 
     def _register_buffer_comm_hook(
         self,
@@ -82,21 +83,21 @@ class TorchNames(TorchDDP):
     ) -> None:
         if not callable(hook):
             raise ModuleTypeError(f"hook must be callable, got {type(hook).__name__}.")
-        self._replica.buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
+        self.replica.buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
 
     @property
     def buffer_hook(self) -> _BufferCommHook:
         """The hook that stands in for the broadcast."""
-        hook = self._replica.buffers.hook
+        hook = self.replica.buffers.hook
         if hook is None:
             raise AttributeError("no buffer hook was registered")
         return hook
 
     def _sync_buffers(self) -> None:
-        self._replica.sync_buffers()
+        self.replica.sync_buffers()
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self._replica.buffers.sync(self._replica.group, authoritative_rank)
+        self.replica.buffers.sync(self.replica.group, authoritative_rank)
 
     def _check_and_sync_module_buffers(self) -> None:
         if self._check_sync_bufs_pre_fwd():
@@ -117,7 +118,7 @@ class TorchNames(TorchDDP):
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast(self._replica.group, tensors, authoritative_rank, buffer_size)
+        broadcast(self.replica.group, tensors, authoritative_rank, buffer_size)
 
     # -- the reducer, its settings and what it reports ----------------------------------------
 
@@ -130,7 +131,7 @@ class TorchNames(TorchDDP):
     def logger(self) -> Any:
         """One of torch's loggers, for functions of torch's that want one."""
         if self._torch_logger is None:
-            self._torch_logger = torch_logger(self._replica.group)
+            self._torch_logger = torch_logger(self.replica.group)
         return self._torch_logger[0]
 
     @property
@@ -195,7 +196,7 @@ class TorchNames(TorchDDP):
 
     @property
     def _distributed_rank(self) -> int:
-        return self._replica.group.rank()
+        return self.replica.group.rank()
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -214,7 +215,8 @@ class TorchNames(TorchDDP):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         said = "" if self._torch_logger is None else _error_of(self._torch_logger[0])
-        return logging_data(self._replica, self, said)
+        error = said or self.replica.reducer.error or self._error
+        return logging_data(self.replica, self, error=error, comm_hook=self._comm_hook_name)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -222,13 +224,13 @@ class TorchNames(TorchDDP):
                 ModuleArgumentError,
                 "DDP runtime logging sample rate should be equal or greater than 1",
             )
-        self._replica.times.sample_rate = sample_rate
+        self.replica.times.sample_rate = sample_rate
 
     def _remove_autograd_hooks(self) -> None:
-        self._replica.reducer.retire()
+        self.replica.reducer.retire()
 
     def _check_reducer_finalized(self) -> None:
-        self._replica.refuse_unfinished()
+        self.replica.refuse_unfinished()
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, Tensor]) -> None:
         self._reducer._set_sparse_metadata(global_unique_ids)

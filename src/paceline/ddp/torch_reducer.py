@@ -26,12 +26,11 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> Tensor:
         """For each parameter, how many ranks' graphs reached it in the last pass."""
-        return torch.tensor(self._replica.reducer.picture.used, dtype=torch.int32)
+        return torch.tensor(self._replica.reducer.summary().used, dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
         """Whether every pass so far reached the same parameters."""
-        reducer = self._replica.reducer
-        return reducer.passes > 0 and reducer.picture.steady
+        return self._replica.reducer.summary().steady
 
     def _rebuild_buckets(self) -> bool:
         """Lay the buckets out as planned; whether that changed anything."""

@@ -35,8 +35,8 @@ from ..join import Join, Joinable
 from ..policies import BucketCaps
 from . import torch_args
 from .delayed import Delayed
-from .in_backward import adopt_optimizers, register_fused
-from .in_graph import forward_in_graph, number
+from .in_backward import adopt_optimizers, check_fused, step_with_buckets
+from .in_graph import Traced, forward_in_graph, number
 from .joining import (
     DDPJoinHook,
     announce_step,
@@ -134,7 +134,6 @@ class DistributedDataParallel(TorchNames, Joinable):
         """What a copy does not take over."""
         self._comm_hook_name = ""
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
-        self._joined_once = False
         self._ddp_sink_clone = True
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
@@ -143,10 +142,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
         """Everything that belongs to this process: the replica, hooks on the module."""
-        self._number = number(self)
-        self._anchor = torch.zeros((), requires_grad=True)  # a traced backward pass ends at it
-        self._beat = torch.zeros(())  # a graph seems to write it, so that it keeps what does so
-        self._in_step = False  # a compiled step sees to the averages (compiled/step.py)
+        self.traced = Traced(number(self), self._pre_forward, self._post_forward, self._forward)
         foreign = not isinstance(self.process_group, type(group)) and (
             type(self.process_group) is not ProcessGroup
         )
@@ -165,7 +161,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         if self.mixed_precision is not None:
             precision = _MixedPrecision.of(self.mixed_precision)
             self._caster = Caster(self.module, precision, self.parameters_to_ignore)
-        self._replica = Replica(
+        self.replica = Replica(
             self.module,
             group,
             policy,
@@ -174,11 +170,10 @@ class DistributedDataParallel(TorchNames, Joinable):
             init_buffers=init_buffers,
             forward_buffers=self._forward_sync_buffers,
             chunk_bytes=self.broadcast_bucket_size,
+            in_join=self._in_join,
+            companions=() if self._delayed is None else (self._delayed.reducer,),
         )
-        self._replica.in_join = self._in_join
-        if self._delayed is not None:
-            self._replica.companions.append(self._delayed.reducer)
-        self._reducer = TorchReducer(self._replica)
+        self._reducer = TorchReducer(self.replica)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -198,7 +193,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         except BaseException as error:
             if self._caster is not None:
                 self._caster.restore()
-            self._replica.forward_failed(error)
+            self.replica.forward_failed(error)
             raise
         return self._post_forward(output)
 
@@ -208,7 +203,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             self._lazy_init()
         if self._join_config.enable:
             announce_step(self)
-        self._replica.before_forward()
+        self.replica.before_forward()
         if self._delayed is not None:
             self._delayed.before_forward()
         if not self.device_ids or not (inputs or kwargs):
@@ -227,15 +222,15 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _post_forward(self, output: Any) -> Any:
         if self.find_unused_parameters and torch.autograd._profiler_enabled():
             with torch.autograd.profiler.record_function("search_unused_parameters"):
-                self._replica.after_forward(output)
+                self.replica.after_forward(output)
         else:
-            self._replica.after_forward(output)
-        self._has_rebuilt_buckets = self._replica.reducer.layout.rebuilt
+            self.replica.after_forward(output)
+        self._has_rebuilt_buckets = self.replica.reducer.rebuilt
         return output
 
     def _lazy_init(self) -> None:
         """Take over optimizers that were set to run in backward."""
-        adopt_optimizers(self._module_parameters, self._replica.reducer)
+        adopt_optimizers(self._module_parameters, self.replica.reducer)
         self._lazy_init_ran = True
 
     @contextlib.contextmanager
@@ -273,7 +268,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set the module's mode; ``eval()`` hears of a failure in the last pass."""
         if not mode:
-            self._replica.hear()
+            self.replica.hear()
         nn.Module.train(self, mode)
         return self
 
@@ -284,7 +279,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
         It counts where the backward pass runs. A forward inside it speaks for its backward too.
         """
-        return self._replica.no_sync()
+        return self.replica.no_sync()
 
     def accumulate(self, steps: int) -> contextlib.AbstractContextManager[bool]:
         """One of ``steps`` micro-steps; every last one averages, and its value is True::
@@ -296,7 +291,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 optimizer.step()
                 optimizer.zero_grad()
         """
-        return self._replica.accumulate(steps)
+        return self.replica.accumulate(steps)
 
     def weight(self, count: float) -> Weighing:
         """Let the next backward pass, or those inside the context, count as ``count`` samples::
@@ -306,11 +301,11 @@ class DistributedDataParallel(TorchNames, Joinable):
 
         The gradient is then the mean over all samples of all ranks, whatever the batch sizes.
         """
-        return self._replica.weight(count)
+        return self.replica.weight(count)
 
     def sync_grads(self) -> None:
         """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
-        self._replica.sync_grads()
+        self.replica.sync_grads()
 
     def after_backward(self, callback: Callable[[], None]) -> RemovableHandle:
         """Call ``callback`` whenever a backward pass has left averages in ``.grad``.
@@ -318,10 +313,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         On this rank, in the thread of the backward pass, before ``backward()`` returns. Passes
         inside :meth:`no_sync` are not told of. ``remove()`` of the result ends it.
         """
-        callbacks = self._replica.reducer.after_average
-        handle = RemovableHandle(callbacks)
-        callbacks[handle.id] = callback
-        return handle
+        return self.replica.reducer.observers.on_average(callback)
 
     def shard_gradients(self) -> ShardedGradients:
         """Leave each rank only its part of the averages, for an optimizer that is spread as well.
@@ -331,7 +323,12 @@ class DistributedDataParallel(TorchNames, Joinable):
         pass, and this rank's means are in the shards. ``paceline.optim.ZeroRedundancyOptimizer``
         calls it when it is given ``ddp=``.
         """
-        self._shards = self._replica.shard_gradients()
+        self._shards = self.replica.shard_gradients()
+        return self._shards
+
+    @property
+    def gradient_shards(self) -> ShardedGradients | None:
+        """This rank's part of the averages, once :meth:`shard_gradients` was called."""
         return self._shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -343,20 +340,20 @@ class DistributedDataParallel(TorchNames, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward pass that ran now would be averaged."""
-        return self._replica.backward_sync
+        return self.replica.backward_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._replica.backward_sync = value
+        self.replica.backward_sync = value
 
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether buffers may have come apart since the last forward."""
-        return self._replica.buffer_sync
+        return self.replica.buffer_sync
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._replica.buffer_sync = value
+        self.replica.buffer_sync = value
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -366,13 +363,13 @@ class DistributedDataParallel(TorchNames, Joinable):
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        if self._replica.reducer.passes:
+        if self.replica.reducer.passes:
             self._log_and_throw(
                 ModuleStateError,
                 "_set_static_graph() should be called before training loop starts.",
             )
         self.static_graph = True
-        self._replica.make_static()
+        self.replica.make_static()
         if self.find_unused_parameters:
             _warn_static()
 
@@ -389,7 +386,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         compressed = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
         builtin = fp16_compress_hook if compressed else allreduce_hook
-        self._set_comm_hook(self._replica.group, builtin, str(comm_hook_type))
+        self._set_comm_hook(self.replica.group, builtin, str(comm_hook_type))
 
     def _set_comm_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
         if self._comm_hooks:
@@ -397,7 +394,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 ModuleStateError,
                 "register_comm_hook or register_builtin_comm_hook can only be called once.",
             )
-        if self._replica.reducer.passes:
+        if self.replica.reducer.passes:
             self._log_and_throw(
                 ModuleStateError,
                 "Communication hook registration should be called before training loop starts, "
@@ -405,7 +402,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             )
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name
-        self._replica.set_hook(state, hook)
+        self.replica.set_hook(state, hook)
 
     def _check_comm_hook(self, hook: Any) -> None:
         if not callable(hook):
@@ -429,7 +426,10 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        register_fused(self, optim, args, optim_params, kwargs)
+        check_fused(optim, hooked=bool(self._comm_hooks))
+        chosen = self._module_parameters if optim_params is None else list(optim_params)
+        fused = {p: optim([p], *args, **kwargs) for p in chosen if p.requires_grad}
+        step_with_buckets(fused, self.replica.reducer)
 
     # -- join ---------------------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @property
     def _authoritative_rank(self) -> int:
-        return self._replica.authoritative_rank
+        return self.replica.authoritative_rank
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         sync_final_model(self, is_last_joiner)
@@ -470,7 +470,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         return any_averages(self, not is_joined_rank and self.require_backward_grad_sync)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        self._replica.reducer.stand_in()
+        self.replica.reducer.stand_in()
 
     def _match_unused_params_allreduce(self) -> None:
         """Who used what rides in the buckets' header; no collective has to be matched."""
@@ -508,8 +508,8 @@ class DistributedDataParallel(TorchNames, Joinable):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
-        parts = ("_replica", "_reducer", "_torch_logger", "_caster", "_delayed")
-        local = ("process_group", "_number", *parts)
+        parts = ("replica", "_reducer", "traced", "_torch_logger", "_caster", "_delayed")
+        local = ("process_group", *parts)
         state = {key: value for key, value in self.__dict__.items() if key not in local}
         state["broadcast_buffers"] = self.forward_sync_buffers
         return state
@@ -546,18 +546,18 @@ class DistributedDataParallel(TorchNames, Joinable):
         """
         self._has_rebuilt_buckets = False
         if _rank_not_in_group(new_process_group):
-            self._replica.reducer.forget_plan()
+            self.replica.reducer.forget_plan()
             return
-        self._replica.refuse_if_sharded("the group was changed")
+        self.replica.refuse_if_sharded("the group was changed")
         group = torch_args.wrapped_group(new_process_group, self.device)
-        move = Move((self.process_group, self._replica.group), (new_process_group, group))
+        move = Move((self.process_group, self.replica.group), (new_process_group, group))
         hooks = [move.hook(hook) for hook in self._comm_hooks]
         self.process_group = new_process_group
         move.layers(self.module)
-        self._replica.move_to(group)
+        self.replica.move_to(group)
         for (hook, state), (_, before) in zip(hooks, self._comm_hooks, strict=True):
             if state is not before:
-                self._replica.set_hook(state, hook)
+                self.replica.set_hook(state, hook)
         self._comm_hooks[:] = hooks
 
 

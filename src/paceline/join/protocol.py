@@ -77,6 +77,11 @@ class Joinable(TorchJoinable):
         super(TorchJoinable, self).__init__()
         self._join_config = JoinConfig.construct_disabled_join_config()
 
+    @property
+    def join_config(self) -> Any:
+        """What it knows of the Join it is in: a :class:`JoinConfig`, or torch's own in torch's."""
+        return self._join_config
+
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> TorchJoinHook:
         """Make the hook for one Join, from that Join's additional keyword arguments.

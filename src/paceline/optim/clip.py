@@ -63,7 +63,7 @@ def clip_grad_norm_(
 def _gradients_of(target: Any, group: ProcessGroup | None) -> Gradients:
     if group is None and callable(getattr(target, "gradients", None)):
         return target.gradients()  # type: ignore[no-any-return]
-    shards = getattr(target, "_shards", None)  # of a wrapper that an optimizer is paired with
+    shards = getattr(target, "gradient_shards", None)  # of a wrapper that is paired with one
     if group is None and shards is not None:
         parts = [shard.grad for shard in shards.shards if shard.grad is not None]
         whole = [param.grad for param in target.parameters() if param.grad is not None]

@@ -454,8 +454,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         return self.process_group
 
     def _refuse_lonely_join(self) -> None:
-        theirs = getattr(self._ddp, "_join_config", None)
-        if theirs is not None and theirs.enable and not self._join_config.enable:
+        theirs = getattr(self._ddp, "join_config", None)
+        if theirs is not None and theirs.enable and not self.join_config.enable:
             raise OptimizerStateError(
                 f"rank {self.rank}: the model is in a Join context and this optimizer is not. A "
                 "rank that has run out would not step its part, and the others wait for it.",
