@@ -62,12 +62,22 @@ class Word(msgspec.Struct, frozen=True):
     reached: list[int] = []  # lower ranks; msgspec copies it
 
 
+# Decoders are made where their classes are, once, by the thread that imports: msgspec looks at a
+# class when it is first read, and two threads that have it do so at once crash the process.
+_WORDS = msgspec.msgpack.Decoder(Word)
+
+
 def fetch_all(
-    store: Store, part: str, kind: type[R], rank: int, size: int, clock: Clock
+    store: Store,
+    part: str,
+    decoder: msgspec.msgpack.Decoder[R],
+    rank: int,
+    size: int,
+    clock: Clock,
 ) -> list[R]:
     found = fetch(store, [f"{part}/{r}" for r in range(size)], rank, clock)
     try:
-        return [msgspec.msgpack.decode(data, type=kind) for data in found]
+        return [decoder.decode(data) for data in found]
     except msgspec.DecodeError as error:
         raise RendezvousError(
             f"a rank told of its {part} in words that this version of paceline does not know",
@@ -96,7 +106,7 @@ def agree(
     put(store, f"{part}/{rank}", word)
     if cause is not None:
         hang_up()  # who waits for a word on a line is free to fail, too
-    words = fetch_all(store, part, Word, rank, size, clock)
+    words = fetch_all(store, part, _WORDS, rank, size, clock)
     failed = {r: word for r, word in enumerate(words) if word.failure}
     if not failed:
         return words

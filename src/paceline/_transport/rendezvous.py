@@ -27,7 +27,7 @@ from torch.distributed import Store
 from typing_extensions import Self
 
 from ..errors import RendezvousError
-from .agreement import Clock, R, SilentError, Word, agree, fetch_all, put, told
+from .agreement import Clock, SilentError, Word, agree, fetch_all, put, told
 from .door import Door, Hello, hear_hello, process_of, say_hello, watch_of
 from .terms import Wish
 
@@ -42,6 +42,9 @@ class Card(msgspec.Struct, frozen=True):
     nonce: bytes
     address: bytes = b""
     token: bytes = b""
+
+
+_CARDS = msgspec.msgpack.Decoder(Card)  # by the thread that imports; see agreement.py
 
 
 class Closing(Protocol):
@@ -116,7 +119,7 @@ class Rendezvous:
             except OSError as error:
                 card = Card(msgspec.structs.replace(wish, unable=told(error)), self.nonce)
         put(self._store, f"card/{self._rank}", card)
-        self._cards = self._fetch("card", Card)
+        self._cards = fetch_all(self._store, "card", _CARDS, self._rank, self._size, self._clock)
         return [card.wish for card in self._cards]
 
     def reach(self, memory: Callable[[], int]) -> list[list[int]]:
@@ -177,9 +180,6 @@ class Rendezvous:
             self._door = None
 
     # -- what all ranks do together -----------------------------------------------------------
-
-    def _fetch(self, part: str, kind: type[R]) -> list[R]:
-        return fetch_all(self._store, part, kind, self._rank, self._size, self._clock)
 
     def _agree(self, part: str, step: Callable[[], list[int]]) -> list[Word]:
         at = (self._store, part, self._rank, self._size, self._clock)

@@ -53,6 +53,13 @@ class Letter(msgspec.Struct, frozen=True):
     farewell: Account | None = None
 
 
+# Made by the thread that imports: msgspec looks at a class when it is first read, and two threads
+# that have it do so at once crash the process.
+_QUESTIONS, _LETTERS = msgspec.msgpack.Decoder(Question), msgspec.msgpack.Decoder(Letter)
+_ACCOUNTS, _LOGS = msgspec.msgpack.Decoder(Account), msgspec.msgpack.Decoder(Log)
+_ADDRESSES = msgspec.msgpack.Decoder(Address)
+
+
 class Peers:
     """The other ranks of all groups of this process."""
 
@@ -118,7 +125,7 @@ class Peers:
             with contextlib.suppress(RuntimeError, OSError, msgspec.DecodeError):
                 key = f"recorder/{turn}/{rank}"
                 if store.check([key]):
-                    known[rank] = msgspec.msgpack.decode(store.get(key), type=Address)
+                    known[rank] = _ADDRESSES.decode(store.get(key))
         if known.keys() >= wanted:
             self._stores.pop(board.number, None)
 
@@ -161,7 +168,7 @@ class Peers:
         return found[:LEFT_TOLD]
 
     def _hear(self, message: bytes) -> None:
-        letter = msgspec.msgpack.decode(message, type=Letter)
+        letter = _LETTERS.decode(message)
         if letter.board not in events.boards:
             return
         if letter.farewell is not None:
@@ -187,7 +194,7 @@ class Peers:
     # -- answers ------------------------------------------------------------------------------
 
     def _answer(self, message: bytes) -> bytes:
-        question = msgspec.msgpack.decode(message, type=Question)
+        question = _QUESTIONS.decode(message)
         if question.time:
             return msgspec.msgpack.encode(time.time())
         board = events.boards.get(question.board)
@@ -207,7 +214,7 @@ class Peers:
         question = msgspec.msgpack.encode(Question(address.board))
         try:
             answer = self._ask_again_if_cut_off(address, question)
-            return msgspec.msgpack.decode(answer, type=Account) if answer else Silence.ENDED
+            return _ACCOUNTS.decode(answer) if answer else Silence.ENDED
         except ConnectionError:
             return Silence.ENDED
         except (OSError, msgspec.DecodeError) as error:
@@ -234,7 +241,7 @@ class Peers:
         question = msgspec.msgpack.encode(Question(address.board, after=after))
         try:
             answer = channel.ask(address, question, patience)
-            return msgspec.msgpack.decode(answer, type=Log) if answer else None
+            return _LOGS.decode(answer) if answer else None
         except ConnectionError:
             self._read_letters(board, [address], [rank])
             farewell = self.farewells.get(board.number, {}).get(rank)
