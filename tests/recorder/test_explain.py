@@ -1,12 +1,15 @@
 """Explanations come after their errors: nobody waits for them, they appear, and only once."""
 
+import gc
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from paceline.recorder import events, explain
 from paceline.recorder.account import Account
 from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.peers import Silence
+from paceline.recorder.threads import frames
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
@@ -277,3 +281,46 @@ def leave_with_words(meeting: Meeting) -> list[str]:
         group.barrier()
         group.shutdown()
     return heard
+
+
+# -- what is asked where a thread is ------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collected between lines of Python only")
+def test_no_garbage_is_collected_while_the_interpreter_says_where_its_threads_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look, collected, inside = sys._current_frames, list[str](), False
+
+    def look_closely() -> dict[int, FrameType]:
+        nonlocal inside
+        inside = True
+        found = look()
+        inside = False
+        return found
+
+    def note(phase: str, _: object) -> None:
+        if inside:
+            collected.append(phase)
+
+    monkeypatch.setattr(sys, "_current_frames", look_closely)
+    go_on, before = threading.Event(), gc.get_threshold()
+    threads = [threading.Thread(target=go_on.wait, args=(DEADLINE,)) for _ in range(8)]
+    for thread in threads:  # an object is made for each
+        thread.start()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)  # at each object that can be part of a cycle
+    try:
+        assert threading.get_ident() in frames()
+        assert gc.isenabled()
+        gc.disable()
+        frames()
+        assert not gc.isenabled(), "whoever turned it off finds it off"
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert collected == []

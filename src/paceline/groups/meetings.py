@@ -53,6 +53,10 @@ class Card(msgspec.Struct, frozen=True):
     note: bytes
 
 
+_CARDS = msgspec.msgpack.Decoder(Card)  # by the thread that imports; see _transport/agreement.py
+_WORDS: msgspec.json.Decoder[str | Left] = msgspec.json.Decoder(str | Left)
+
+
 @dataclass(frozen=True)
 class Place:
     """A place in a meeting: which one it is, and how many ranks came before."""
@@ -140,7 +144,7 @@ class Meetings:
         meeting, found, at = PrefixStore(str(place.number), self._store), [], 0
         while at < self._size:
             meeting.wait([f"card/{at}"], self._left())  # written after it was counted
-            found.append(msgspec.msgpack.decode(meeting.get(f"card/{at}"), type=Card))
+            found.append(_CARDS.decode(meeting.get(f"card/{at}")))
             at += found[-1].ranks
         return found
 
@@ -190,7 +194,7 @@ class Meetings:
                 meeting.set(word, data)  # a HashStore wakes those that wait only now
                 if word == "gate":
                     self._store.add("closed", 1)
-            return msgspec.json.decode(written, type=str | Left)
+            return _WORDS.decode(written)
         return value
 
     def _await(self, meeting: Store, word: str) -> str | Left:
@@ -200,7 +204,7 @@ class Meetings:
             if "timeout" not in str(error) and time.monotonic() < self._end:
                 raise
             raise _Late from error
-        return msgspec.json.decode(meeting.get(word), type=str | Left)
+        return _WORDS.decode(meeting.get(word))
 
     def _left(self) -> timedelta:
         """The time until the timeout; torch's stores read zero as "for ever"."""

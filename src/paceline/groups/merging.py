@@ -33,6 +33,10 @@ class Word(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
+_PARTS = msgspec.msgpack.Decoder(Part)  # by the thread that imports; see _transport/agreement.py
+_WORDS = msgspec.json.Decoder(Word)
+
+
 class Merging:
     """One rank's part in making one group of several."""
 
@@ -47,9 +51,7 @@ class Merging:
     def line_up(self) -> tuple[Place, list[int]]:
         """Where this group stands, and the members of all; blocks until all groups have come."""
         place = self._lead() if self._rank == 0 else self._follow()
-        parts = [
-            msgspec.msgpack.decode(card.note, type=Part) for card in self._meetings.cards(place)
-        ]
+        parts = [_PARTS.decode(card.note) for card in self._meetings.cards(place)]
         if len(kinds := {part.options for part in parts}) > 1:
             raise RendezvousError(
                 f"groups of different kinds cannot be one: {'; '.join(sorted(kinds))}",
@@ -73,7 +75,7 @@ class Merging:
         return place
 
     def _follow(self) -> Place:
-        word = msgspec.json.decode(self._meetings.hear(self._words, self._token), type=Word)
+        word = _WORDS.decode(self._meetings.hear(self._words, self._token))
         if word.failure:
             raise RendezvousError(
                 f"rank 0 of this group could not merge it: {word.failure}", "", self._rank

@@ -47,6 +47,9 @@ class Note(msgspec.Struct, frozen=True, tag="paceline.join.note"):
         return cls(rank, step, text, echo)
 
 
+_NOTES = msgspec.msgpack.Decoder(Note)  # by the thread that imports; see _transport/agreement.py
+
+
 class Parting(Protocol):
     """How notes reach the other ranks of a group."""
 
@@ -157,4 +160,4 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _read(data: bytes) -> Note:
-    return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Note)
+    return _NOTES.decode(data.rstrip(b"\0"))

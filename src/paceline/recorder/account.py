@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import os
 import socket
-import sys
 import threading
 from enum import Enum
 from types import FrameType
@@ -17,6 +16,7 @@ from types import FrameType
 import msgspec
 
 from . import events
+from .threads import frames
 
 CALLS, STEPS, FRAMES = 32, 16, 400  # the latest that are told
 NAMES = 6  # of a bucket's parameters
@@ -170,9 +170,9 @@ def _elsewhere(board: events.Board, waits: bool) -> str:
 
 def _frame_of(board: events.Board) -> FrameType | None:
     """The thread that uses the group, else the main one."""
-    frames = sys._current_frames()
-    found = frames.get(board.thread)
-    return found if found is not None else frames.get(threading.main_thread().ident or 0)
+    threads = frames()
+    found = threads.get(board.thread)
+    return found if found is not None else threads.get(threading.main_thread().ident or 0)
 
 
 def _where(frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool, bool]:

@@ -122,14 +122,17 @@ class _Form(msgspec.Struct):
     version: Count
 
 
+_FORMS, _LOGS = msgspec.json.Decoder(_Form), msgspec.json.Decoder(RankLog)
+
+
 def read_log(path: Path) -> RankLog:
     """One rank's log, which may come from anybody: what is wrong with it is one error."""
     raw = _read(path)
     try:
-        form = msgspec.json.decode(raw, type=_Form)
+        form = _FORMS.decode(raw)
         if form.version != VERSION:
             raise LogVersionError(str(path), found=form.version, known=VERSION)
-        log = msgspec.json.decode(raw, type=RankLog)
+        log = _LOGS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise DamagedLogError(str(path), str(problem).rstrip(".")) from None
     except RecursionError:

@@ -40,6 +40,9 @@ class Note(msgspec.Struct, frozen=True):
         return cls("aborted" if aborted else "left", ranks, fault.rank)
 
 
+_NOTES = msgspec.msgpack.Decoder(Note)  # by the thread that imports; see _transport/agreement.py
+
+
 class News:
     """What one rank hears and tells of faults in its group; the first fault is what counts."""
 
@@ -72,7 +75,7 @@ class News:
         """The fault that another rank wrote down, as the error of ``call`` here."""
         if not (news := _within(seconds + _SECONDS, lambda: self._read(seconds))):
             return None
-        note = msgspec.msgpack.decode(news, type=Note)
+        note = _NOTES.decode(news)
         if note.reporter == self._rank:
             return None
         at = (self._rank, call.kind, call.sequence, note.ranks)
