@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from paceline import recorder
+from paceline import DistributedDataParallel, Join, recorder
 from paceline.groups import Group
 from paceline.recorder import events
 from paceline.recorder.order import Log, Made, Pairing, Swap, log_of
@@ -125,6 +126,24 @@ def line_of(name: str) -> int:
 
 def test_branches_for_the_root_and_the_rest_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(3, branches)
+    assert said(capfd.readouterr().err) == []
+
+
+@pytest.mark.parametrize("joinables", [1, 2])
+def test_a_rank_that_stands_in_for_others_in_join_is_not_told(
+    joinables: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def one_rank(group: Group) -> int:
+        models = [
+            DistributedDataParallel(nn.Linear(2, 2), process_group=group) for _ in range(joinables)
+        ]
+        with Join(models):
+            for _ in range(6 - 2 * group.rank()):
+                for model in models:
+                    model(torch.ones(1, 2)).sum().backward()
+        return len([entry for entry in events.calls if entry.purpose == events.STANDING_IN])
+
+    assert min(run_ranks(3, one_rank)) > 0
     assert said(capfd.readouterr().err) == []
 
 

@@ -14,6 +14,7 @@ SyncBatchNorm layers have a group and a protocol of their own (``rows.py``).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn import SyncBatchNorm
 from ..errors import ModuleStateError
 from ..groups import ReduceOp
 from ..join import Join, JoinConfig, JoinHook
+from ..recorder import events
 from .rows import Rows
 from .sync_batchnorm import Lent, lend_rows
 
@@ -87,8 +89,13 @@ class DDPJoinHook(JoinHook):
         if self._own_work is None:
             self._own_work = reducer.passes, self.ddp.join_config.progress.step
         self.answer_others()
-        told = reducer.stand_in()
+        with self._standing_in():
+            told = reducer.stand_in()
         return told is not None and bool(told.active_ranks())
+
+    def _standing_in(self) -> AbstractContextManager[None]:
+        """Say of the calls made inside that they are for the ranks which have inputs."""
+        return events.calls_for(self.ddp.replica.group.board, events.STANDING_IN)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with an error: let the others know in their next pass."""
@@ -102,7 +109,8 @@ class DDPJoinHook(JoinHook):
         self.answer_others()
         if any_averages(self.ddp, False):
             # The averages are for the joinables after this one: a sharded optimizer steps here too.
-            self.ddp.replica.reducer.stand_in(take=True)
+            with self._standing_in():
+                self.ddp.replica.reducer.stand_in(take=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks take the model of the last one to run out."""

@@ -45,6 +45,7 @@ from ..errors import (
     PeerLeftUnjoinedError,
 )
 from ..groups import group_to_call
+from ..recorder import events
 from .parting import Alone, Note, Parting, chain, parting_of
 
 _MANY = 1000  # steps that a rank may stand in for before it says so
@@ -249,10 +250,9 @@ class Join:
         self._configure(active=False)
         own = self._progress.step
         try:
-            while self._others_go_on():
-                for hook in () if self._silent else self._hooks:
-                    hook.main_hook()
-                self._warn_of_skew(self._progress.step - own)
+            board = getattr(self._group, "board", None)  # a torch group has none
+            with events.calls_for(board, events.STANDING_IN):
+                self._stand_in(own)
         except EarlyTerminationError:
             self._together = True
             raise
@@ -262,6 +262,13 @@ class Join:
         for hook in self._hooks:
             hook.post_hook(self._progress.step == own)
         self._together = True
+
+    def _stand_in(self, own: int) -> None:
+        """Take part in the others' steps until nobody has one; ``own`` were this rank's."""
+        while self._others_go_on():
+            for hook in () if self._silent else self._hooks:
+                hook.main_hook()
+            self._warn_of_skew(self._progress.step - own)
 
     def _others_go_on(self) -> bool:
         """Learn whether any rank begins another step, which is then this one's too."""
@@ -284,7 +291,7 @@ class Join:
                 f"{self._group.rank()} has at least {_MANY} fewer inputs than other "
                 "currently-active ranks: it only stands in for them. This level of skew could lead "
                 "to performance degradation during training; deal the data out more evenly.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _is_terminated(self, error: BaseException | None) -> bool:

@@ -263,6 +263,9 @@ def open_board(
     return board
 
 
+STANDING_IN = "a call of Join, for a rank that has run out"
+
+
 @contextlib.contextmanager
 def calls_for(board: Board | None, purpose: str) -> Iterator[None]:
     """Say of the calls made inside that the library makes them, and what for."""
