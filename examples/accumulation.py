@@ -2,7 +2,7 @@
 
     paceline run --nproc 2 examples/accumulation.py
 
-The last small batch of an epoch is short. ``weight`` lets each count by its samples, so the
+The last small batch of an epoch is short. ``samples`` lets each count by its samples, so the
 gradient is the exact mean over all samples of the step; rank 0 trains alone afterwards, with the
 whole batch at once, to show that the result is the same.
 """
@@ -26,7 +26,7 @@ def train(model: DistributedDataParallel, loader: DataLoader) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for points, sides in loader:
         # In three of four passes nothing is sent; the fourth averages what has gathered.
-        with model.accumulate(STEPS) as last, model.weight(len(sides)):
+        with model.accumulate(STEPS) as last, model.samples(len(sides)):
             cross_entropy(model(points), sides).backward()
         if last:
             optimizer.step()

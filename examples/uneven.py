@@ -9,7 +9,7 @@ the first third of the files in the order of their paths, rank 1 the rest. The s
 
 (a) as torch's DistributedDataParallel does it inside Join: every rank's mean counts the same,
     however many bytes it is over, and a rank that has run out counts as zeros;
-(b) with ``ddp.weight(bytes)``: the mean over all bytes of all ranks;
+(b) with ``ddp.samples(bytes)``: the mean over all bytes of all ranks;
 (c) in one process, which has in each step the batches of all ranks.
 
 The curves are of files that nobody trained on. (b) lies on (c); (a) goes its own way.
@@ -104,7 +104,7 @@ def train_together(
 ) -> Curve:
     ddp = DistributedDataParallel(make_model(), process_group=group)
     with ddp.join():  # ranks may run out at different times
-        return train(ddp, batches, held_out, ddp.weight if exact else lambda _: None)
+        return train(ddp, batches, held_out, ddp.samples if exact else lambda _: None)
 
 
 def train_alone(

@@ -63,7 +63,7 @@ ROWS: dict[str, Row] = {
     "gradients are clipped": Row(max_norm=0.1),
     "autocast": Row(autocast=True, tolerance=1e-3),
     "accumulation": Row(accumulate=2),
-    "`ddp.weight(n)`": Row(weighed=True),
+    "`ddp.samples(n)`": Row(weighed=True),
     "a communication hook": Row(compressed=True, tolerance=1e-3),
     "BatchNorm": Row(model="conv"),
     "unused parameters": Row(
@@ -136,7 +136,7 @@ class Loop:
             inputs = (*inputs, self.rank == 0)
         last = (number + 1) % self.row.accumulate == 0
         if step is not None:
-            step(*inputs, weight=rows if self.row.weighed else None)
+            step(*inputs, samples=rows if self.row.weighed else None)
         else:
             self._step_as_users_do(inputs, rows, last)
         if last and self.row.decay != 1.0:
@@ -147,7 +147,7 @@ class Loop:
             if not last:
                 stack.enter_context(self.ddp.no_sync())
             if self.row.weighed:
-                stack.enter_context(self.ddp.weight(rows))
+                stack.enter_context(self.ddp.samples(rows))
             with torch.autocast("cpu", torch.bfloat16, enabled=self.row.autocast):
                 loss = loss_of(self.call, *inputs)
             loss.backward()

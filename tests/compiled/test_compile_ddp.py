@@ -89,7 +89,7 @@ def no_sync_and_weights(open_: Open) -> None:
         both = ((pair.compiled, pair.ddp), (pair.eager, pair.eager))
         optimizers = pair.optimizer, pair.eager_optimizer
         for (model, ddp), optimizer in zip(both, optimizers, strict=True):
-            with ddp.accumulate(2) as last, ddp.weight(rows):
+            with ddp.accumulate(2) as last, ddp.samples(rows):
                 loss_of(model, *inputs).backward()
             if last:
                 optimizer.step()
@@ -157,7 +157,7 @@ def beside_the_wrapper(open_: Open, *, weighed: bool, twice: bool, everywhere: b
         x, y = batch(pair.rank, number)
         for model, ddp, optimizer in ways:
             both = TwoForwards(model, ddp.module[0].weight, factor)
-            weighing = ddp.weight(2 + pair.rank) if weighed else contextlib.nullcontext()
+            weighing = ddp.samples(2 + pair.rank) if weighed else contextlib.nullcontext()
             with ddp.accumulate(2 if weighed else 1) as last, weighing:
                 loss_of(both, x, y, twice).backward()
             if last:
@@ -273,7 +273,7 @@ def test_in_a_group_of_one_the_graph_is_the_modules_own() -> None:
 def test_a_weight_that_such_a_graph_does_not_know_of_is_refused() -> None:
     pair = Compiled([alone(), alone()], "mlp", "sgd")
     pair.train(1)
-    with pair.ddp.weight(3), pytest.raises(ModuleStateError, match="knows of neither"):
+    with pair.ddp.samples(3), pytest.raises(ModuleStateError, match="knows of neither"):
         pair.compiled(batch(0, 0)[0])
 
 
@@ -282,7 +282,7 @@ def test_a_weight_around_the_first_call_makes_a_graph_that_knows_of_it() -> None
     pair = Compiled([alone(), alone()], "mlp", "sgd")
     for ddp, model in ((pair.ddp, pair.compiled), (pair.eager, pair.eager)):
         for number in range(4):
-            with ddp.accumulate(2), ddp.weight(1 + number):
+            with ddp.accumulate(2), ddp.samples(1 + number):
                 loss_of(model, *batch(0, number)).backward()
     grads = zip(pair.ddp.parameters(), pair.eager.parameters(), strict=True)
     for mine, expected in grads:

@@ -118,8 +118,8 @@ def test_a_weight_makes_it_the_mean_over_all_samples(accumulate: int) -> None:
         for number in range(4):
             rows = 2 + 3 * pair.rank + number
             inputs = batch(pair.rank, number, rows)
-            pair.step(*inputs, weight=rows)
-            with pair.eager.accumulate(accumulate) as last, pair.eager.weight(rows):
+            pair.step(*inputs, samples=rows)
+            with pair.eager.accumulate(accumulate) as last, pair.eager.samples(rows):
                 loss_of(pair.eager, *inputs).backward()
             if last:
                 pair.eager_optimizer.step()
@@ -138,9 +138,9 @@ def test_the_context_of_a_weight_counts_as_well() -> None:
         for number in range(3):
             rows = 2 + 4 * pair.rank
             inputs = batch(pair.rank, number, rows)
-            with pair.ddp.weight(rows):
+            with pair.ddp.samples(rows):
                 pair.step(*inputs)
-            with pair.eager.weight(rows):
+            with pair.eager.samples(rows):
                 pair.eager_step(*inputs)
         return pair.states
 

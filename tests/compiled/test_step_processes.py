@@ -138,8 +138,8 @@ def accumulation_with_weights(open_: Open) -> None:
     for number in range(4):
         rows = 4 + 2 * pair.rank
         inputs = batch(pair.rank, number, rows)
-        pair.step(*inputs, weight=rows)
-        with pair.eager.accumulate(2) as last, pair.eager.weight(rows):
+        pair.step(*inputs, samples=rows)
+        with pair.eager.accumulate(2) as last, pair.eager.samples(rows):
             loss_of(pair.eager, *inputs).backward()
         if last:
             pair.eager_optimizer.step()

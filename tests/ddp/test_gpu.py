@@ -84,7 +84,7 @@ def test_weights_and_accumulation_are_exact(group: Group) -> None:
         model.zero_grad()
         alone.zero_grad()
         for x in parts:
-            with ddp.accumulate(3), ddp.weight(len(x)):
+            with ddp.accumulate(3), ddp.samples(len(x)):
                 ddp(x).square().mean().backward()
         alone(torch.cat(parts)).square().mean().backward()
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
@@ -141,7 +141,7 @@ def line() -> nn.Linear:
 def backward(ddp: DDP, value: float, weight: float | None = None) -> float:
     ddp.zero_grad()
     if weight is not None:
-        ddp.weight(weight)
+        ddp.samples(weight)
     ddp(torch.full((1, 1), value, device="cuda")).sum().backward()
     return float(ddp.module.weight.grad)
 

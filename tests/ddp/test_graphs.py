@@ -744,7 +744,7 @@ def test_late_gradients_of_weighted_ranks_are_divided_as_the_others_are() -> Non
         found = []
         for step, order in enumerate(orders):
             ddp.zero_grad()
-            with ddp.weight(1 + 2 * group.rank()):
+            with ddp.samples(1 + 2 * group.rank()):
                 ddp(batch(step, group.rank()), order).square().sum().backward()
             found.append(grads(ddp))
         return found

@@ -38,7 +38,7 @@ def line(dtype: torch.dtype = torch.float32) -> nn.Linear:
 def backward(ddp: DDP, value: float, weight: float | None = None) -> float:
     ddp.zero_grad()
     if weight is not None:
-        ddp.weight(weight)
+        ddp.samples(weight)
     layer = ddp.module
     ddp(torch.full((1, 1), value, dtype=layer.weight.dtype)).sum().backward()
     return layer.weight.grad.item()

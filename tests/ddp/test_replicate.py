@@ -561,3 +561,35 @@ def test_training_ends_where_torchs_replicate_ends() -> None:
     for found in spawn_ranks(2, _both, deadline=60):
         for case, (ours, theirs) in found.items():
             assert_close(ours, theirs, msg=lambda text, case=case: f"{case}: {text}")
+
+
+def test_ranks_of_a_replicated_model_may_run_out_at_different_times() -> None:
+    steps, count = (4, 2), 2
+
+    def train(make: Any, group: Group) -> tuple[list[Tensor], int]:
+        model, ddp = make(group)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        taken = 0
+        with ddp.join():
+            for step in range(steps[group.rank()]):
+                with ddp.samples(1 + step):
+                    backward(model, group.rank(), step)
+                opt.step()
+                opt.zero_grad()
+                taken += 1
+        return [p.detach().clone() for p in model.parameters()], taken
+
+    def replicated(group: Group) -> tuple[nn.Module, DistributedDataParallel]:
+        model = replicate(seeded(mlp), process_group=group)
+        return model, replicate.state(model).wrapper
+
+    def wrapped(group: Group) -> tuple[nn.Module, DistributedDataParallel]:
+        ddp = DistributedDataParallel(seeded(mlp), process_group=group)
+        return ddp, ddp
+
+    ours = run_ranks(count, lambda group: train(replicated, group))
+    theirs = run_ranks(count, lambda group: train(wrapped, group))
+    assert [taken for _, taken in ours] == list(steps)
+    for params, _ in ours:
+        for mine, expected in zip(params, theirs[0][0], strict=True):
+            assert torch.equal(mine, expected)

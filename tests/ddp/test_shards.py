@@ -120,7 +120,7 @@ def test_weights_make_the_mean_over_all_samples() -> None:
         sharded = ddp.shard_gradients()
         for step in range(2):
             sharded.clear()
-            with ddp.weight(1 + 2 * group.rank()):
+            with ddp.samples(1 + 2 * group.rank()):
                 loss(ddp, group.rank(), step).backward()
         return whole(group, sharded.shards, ddp.module)
 

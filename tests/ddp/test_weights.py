@@ -20,7 +20,7 @@ def line() -> nn.Linear:
 
 def backward(ddp: DDP, value: float, weight: float | None = None) -> None:
     if weight is not None:
-        ddp.weight(weight)
+        ddp.samples(weight)
     ddp(torch.full((1, 1), value)).sum().backward()
 
 

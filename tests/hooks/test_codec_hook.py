@@ -237,7 +237,7 @@ def test_weights_make_it_the_mean_over_samples(kind: str, ranks: int) -> None:
         sums = torch.zeros(())
         for _ in range(15):
             ddp.zero_grad()
-            with ddp.weight(sizes[group.rank()]):
+            with ddp.samples(sizes[group.rank()]):
                 ddp(rows(group.rank())).square().sum(1).mean().backward()
             sums = sums + flat(ddp)
         return sums / 15

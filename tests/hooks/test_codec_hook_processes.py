@@ -120,7 +120,7 @@ def train_one(group: Group, kind: str, saved: bytes | None) -> tuple[Tensor, byt
         if step == 4:
             torch.save([thing.state_dict() for thing in things], checkpoint)
         optimizer.zero_grad()
-        with ddp.weight(1 + (step + group.rank()) % 3):
+        with ddp.samples(1 + (step + group.rank()) % 3):
             loss(ddp, group.rank(), step).backward()
         optimizer.step()
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])

@@ -138,7 +138,7 @@ def test_diloco_exchanges_with_it(toy: str, ranks: int, overlap: int) -> None:
         for step in range(5):
             opt.zero_grad()
             loss(model, group.rank(), step).backward()
-            opt.step(weight=1 + group.rank())
+            opt.step(samples=1 + group.rank())
         opt.sync()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -239,7 +239,7 @@ def test_it_need_not_copy_what_it_is_given(codec: Any, ranks: int) -> None:
             process_group=group,
         )
         model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank())
-        opt.step(weight=1 + group.rank())
+        opt.step(samples=1 + group.rank())
         return gradients(ddp), model.weight.detach().clone()
 
     def exact(group: Group) -> Tensor:

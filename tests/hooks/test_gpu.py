@@ -55,7 +55,7 @@ def trained_apart(group: Any, make: Any) -> Grads:
     for step in range(4):
         opt.zero_grad()
         loss(model, batch(group.rank(), dtype=torch.float32).cuda()).backward()
-        opt.step(weight=1 + group.rank() + step)
+        opt.step(samples=1 + group.rank() + step)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

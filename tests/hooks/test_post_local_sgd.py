@@ -94,7 +94,7 @@ def test_weights_count_when_the_parameters_are_averaged_later() -> None:
                 ddp.register_comm_hook(state, hook)
             for _ in range(4):
                 ddp.zero_grad()
-                with ddp.weight(counts[group.rank()]):
+                with ddp.samples(counts[group.rank()]):
                     loss(ddp, group.rank()).backward()
             found.append(grads(ddp))
         return found

@@ -35,7 +35,7 @@ def weighted(ddp: DDP, rank: int) -> None:
     for _ in range(STEPS):
         ddp.zero_grad()
         rows = 3 + 2 * rank
-        with ddp.weight(rows):
+        with ddp.samples(rows):
             loss(ddp, batch(rank, rows=rows)).backward()
 
 
@@ -66,7 +66,7 @@ def weighted_and_accumulated(ddp: DDP, rank: int) -> None:
         if micro % 2 == 0:
             ddp.zero_grad()
         rows = 2 + rank + micro % 2
-        with ddp.weight(rows), ddp.accumulate(2):
+        with ddp.samples(rows), ddp.accumulate(2):
             loss(ddp, batch(rank, micro % 2, rows=rows)).backward()
 
 

@@ -79,7 +79,7 @@ def test_weights_are_divided_by_before_the_step() -> None:
             for step in range(3):
                 ddp.zero_grad()
                 rows = 2 + 3 * group.rank()
-                with ddp.weight(rows):
+                with ddp.samples(rows):
                     loss(ddp, batch(group.rank(), step, rows=rows)).backward()
                 if not inside:
                     optimizer.step()

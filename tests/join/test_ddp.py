@@ -306,7 +306,7 @@ def test_weighed_passes_that_were_not_averaged_are_given_by_the_rank_that_stands
         optimizer = sgd(ddp)
         with ddp.join():
             for step in range(2 - group.rank()):  # rank 1 runs out in the middle
-                with ddp.accumulate(2) as last, ddp.weight(3):
+                with ddp.accumulate(2) as last, ddp.samples(3):
                     loss_of(ddp, batch(group.rank(), step)).backward()
                 if last:
                     optimizer.step()
@@ -328,7 +328,7 @@ def test_what_all_ranks_still_owe_in_the_end_takes_no_step() -> None:
         ddp = DDP(model_of(), process_group=group)
         with ddp.join():
             for step in range(3 - 2 * group.rank()):
-                with ddp.accumulate(2), ddp.weight(3):
+                with ddp.accumulate(2), ddp.samples(3):
                     loss_of(ddp, batch(group.rank(), step)).backward()
         return weights(ddp)
 
@@ -407,7 +407,7 @@ def test_a_step_inside_join_sends_exactly_what_one_outside_sends(
         def step(weight: float | None = None) -> None:
             calls.clear()
             optimizer.zero_grad()
-            with contextlib.nullcontext() if weight is None else ddp.weight(weight):
+            with contextlib.nullcontext() if weight is None else ddp.samples(weight):
                 loss_of(ddp, batch(group.rank(), 0)).backward()
             optimizer.step()
             taken.append(sorted(calls))
@@ -435,7 +435,7 @@ def test_a_weight_sends_nothing_more() -> None:
             ddp.zero_grad()
             calls.clear()
             layers.clear()
-            ddp.weight(weight)
+            ddp.samples(weight)
             loss_of(ddp, batch(group.rank(), 0)).backward()
             taken.append(calls + layers)
         return taken[2:]

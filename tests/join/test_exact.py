@@ -167,7 +167,7 @@ def train_ranks(
         grads = []
         with ddp.join():
             for x in batches[group.rank()]:
-                with ddp.accumulate(every) as last, ddp.weight(len(x)):
+                with ddp.accumulate(every) as last, ddp.samples(len(x)):
                     loss_of(ddp, x).backward()
                 if last:
                     optimizer.step()
@@ -228,7 +228,7 @@ def test_so_are_those_of_a_join_with_other_joinables(sizes: Sizes) -> None:
         grads = []
         with Join([ddp, counter]):
             for x in batches[group.rank()]:
-                with ddp.weight(len(x)):
+                with ddp.samples(len(x)):
                     loss_of(ddp, x).backward()
                 optimizer.step()
                 counter.step()
@@ -283,7 +283,7 @@ def test_large_weights_do_not_overflow_half_precision() -> None:
         with ddp.join():
             for step in range(3 + group.rank()):
                 ddp.zero_grad()
-                with ddp.weight(1e6 * (1 + group.rank())):
+                with ddp.samples(1e6 * (1 + group.rank())):
                     loss_of(ddp, data(4, WIDE, seed=10 * group.rank() + step)).backward()
         return torch.cat([g.flatten() for g in grads_of(ddp.module)])
 

@@ -143,7 +143,7 @@ def test_uneven_weights_and_uneven_inputs_step_on_every_rank_alike() -> None:
         InBackward(ddp, torch.optim.SGD, lr=0.1, max_norm=10.0)
         with ddp.join():
             for step in range(1 + group.rank()):
-                with ddp.weight(1 + group.rank()):
+                with ddp.samples(1 + group.rank()):
                     loss(ddp, group.rank(), step).backward()
         return weights(ddp)
 

@@ -77,10 +77,10 @@ class Step:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def __call__(self, *batch: Any, weight: float | None = None) -> Tensor:
-        """Train on a batch, which counts as ``weight`` samples; returns the loss, detached."""
-        weighing = contextlib.nullcontext() if weight is None else self.ddp.weight(weight)
-        with weighing:
+    def __call__(self, *batch: Any, samples: float | None = None) -> Tensor:
+        """Train on a batch, which counts as so many ``samples``; returns the loss, detached."""
+        counted = contextlib.nullcontext() if samples is None else self.ddp.samples(samples)
+        with counted:
             if self.settings.accumulate == 1:
                 return self._step(batch, last=True)
             with self.ddp.accumulate(self.settings.accumulate) as last:

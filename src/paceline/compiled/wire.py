@@ -84,7 +84,7 @@ class Wire:
             raise ModuleStateError(
                 "A wrapper was compiled while it averaged nothing, and now it has a weight or a "
                 "hook: the graph knows of neither.",
-                "Enter ddp.weight() around the first call too, or call torch.compiler.reset().",
+                "Enter ddp.samples() around the first call too, or call torch.compiler.reset().",
             )
         self._gathered = {}  # of a backward pass that failed
         self.ddp.traced.begin_forward()

@@ -49,13 +49,13 @@ BUFFERS = "the wrapper's broadcast of buffers before a forward"
 BUFFERS_IN_JOIN = "the wrapper's broadcast of buffers after a pass inside Join"
 
 
-class Weighing:
-    """A weight that holds for the next backward pass, or as a context for those inside."""
+class SampleCount:
+    """How many samples the next backward pass counts as, or as a context those inside."""
 
     def __init__(self, ledger: Ledger, count: float, rank: int) -> None:
         if not isinstance(count, int | float) or not 0 <= count < math.inf:
             raise ModuleArgumentError(
-                f"rank {rank}: weight: expected a number of samples, got {count!r}."
+                f"rank {rank}: samples: expected a number of samples, got {count!r}."
             )
         self._ledger = ledger
         self._before = ledger.explicit, ledger.once
@@ -378,9 +378,9 @@ class Replica:
         """Whether the next micro-step of :meth:`accumulate` is the first of ``steps``."""
         return self._micro_steps % steps == 0
 
-    def weight(self, count: float) -> Weighing:
+    def samples(self, count: float) -> SampleCount:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
-        return Weighing(self.reducer.ledger, count, self.group.rank())
+        return SampleCount(self.reducer.ledger, count, self.group.rank())
 
     def sync_grads(self) -> None:
         """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""

@@ -5,7 +5,7 @@ rank sends its count, mean and sum of squared deviations, and puts the ranks' to
 formula, which does not cancel where the mean is large; ranks weigh by what they have, nothing
 included. In backward one sum over the ranks completes the gradient of the input. Those of weight
 and bias stay this rank's own: averaging them is DistributedDataParallel's part. Where that weighs
-ranks (``ddp.weight``), so does the sum: the loss of all ranks is then a weighed mean of theirs.
+ranks (``ddp.samples``), so does the sum: the loss of all ranks is then a weighed mean of theirs.
 
 All ranks must do the same: forward in training mode is a collective, and so is backward wherever
 the input needs a gradient. A rank whose loss skips the layer, while others' do not, keeps them

@@ -46,7 +46,7 @@ from .joining import (
 )
 from .mixed_precision import Caster, _MixedPrecision, strip
 from .moving import Move
-from .replica import Replica, Weighing
+from .replica import Replica, SampleCount
 from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
 
@@ -293,15 +293,15 @@ class DistributedDataParallel(TorchNames, Joinable):
         """
         return self.replica.accumulate(steps)
 
-    def weight(self, count: float) -> Weighing:
+    def samples(self, count: float) -> SampleCount:
         """Let the next backward pass, or those inside the context, count as ``count`` samples::
 
-            with ddp.weight(len(batch)):
+            with ddp.samples(len(batch)):
                 loss(ddp(batch)).backward()  # a mean over the batch
 
         The gradient is then the mean over all samples of all ranks, whatever the batch sizes.
         """
-        return self.replica.weight(count)
+        return self.replica.samples(count)
 
     def sync_grads(self) -> None:
         """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
@@ -446,7 +446,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
         A rank that has run out stands in for the others' steps with weight 0; that costs them
         nothing. ``divide_by_initial_world_size=False`` divides by the number of ranks that still
-        have inputs. With :meth:`weight` the mean is one over samples, whatever this says.
+        have inputs. With :meth:`samples` the mean is one over samples, whatever this says.
         """
         return Join(
             [self],

@@ -14,7 +14,7 @@ the backward pass.
 
 **Errors.** What encoding loses is kept on this rank and sent with the next gradients
 (``_exchange/feedback.py``), by parameter, so buckets may be laid out anew. Gradients that
-``ddp.weight`` has weighted are encoded so, and what is left of them is weighted anew in the next
+``ddp.samples`` has weighted are encoded so, and what is left of them is weighted anew in the next
 pass. A rank that only stands in, with weight 0, keeps what it has.
 """
 

@@ -1,7 +1,7 @@
 """Post-local SGD: average over all ranks at first, then only among ranks that are close.
 
 Meant to go with a model averager, which then makes the parameters alike every few steps. With
-``ddp.weight``, a subgroup's gradient counts by its share of all samples, so that the parameters'
+``ddp.samples``, a subgroup's gradient counts by its share of all samples, so that the parameters'
 plain mean is right.
 """
 

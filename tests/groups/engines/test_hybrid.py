@@ -121,7 +121,7 @@ def _trained(group: Group) -> list[torch.Tensor]:
     for _ in range(3):
         ddp.zero_grad()
         whole = torch.randn(group.size(), 5, 8, generator=generator)
-        with ddp.weight(5 + group.rank()):  # all weights differ; the mean must know
+        with ddp.samples(5 + group.rank()):  # all weights differ; the mean must know
             ddp(whole[group.rank()]).square().mean().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

@@ -450,7 +450,7 @@ def test_ranks_count_by_their_weights(codec: Any) -> None:
             held.grad = torch.full((2,), 1.0 + group.rank())
             if group.rank() == 2:
                 held.grad.fill_(float("inf"))
-            opt.step(weight=samples)
+            opt.step(samples=samples)
         return held.detach()[0].item()
 
     # 3 samples say -2, 8 say -4, none say anything else
@@ -615,14 +615,14 @@ def test_training_goes_on_to_the_last_bit_from_a_checkpoint(stop: int, tmp_path:
         file = tmp_path / str(group.rank())
         weight = 1 + group.rank()
         model, opt = streaming(group)
-        train(model, opt, group.rank(), range(stop), weight=weight)
+        train(model, opt, group.rank(), range(stop), samples=weight)
         torch.save([model.state_dict(), opt.state_dict()], file)
-        train(model, opt, group.rank(), range(stop, 14), weight=weight)
+        train(model, opt, group.rank(), range(stop, 14), samples=weight)
         other, resumed = streaming(group, seed=1)
         saved = torch.load(file, weights_only=True)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
-        train(other, resumed, group.rank(), range(stop, 14), weight=weight)
+        train(other, resumed, group.rank(), range(stop, 14), samples=weight)
         return weights_of(model), weights_of(other)
 
     for straight, resumed in run_ranks(2, one_rank):

@@ -195,7 +195,7 @@ def test_ranks_count_by_the_samples_of_all_their_steps() -> None:
                 opt.optim.step()
                 alone = weights_of(model)
                 opt.optim = torch.optim.SGD(model.parameters(), 0.0)
-            opt.step(weight=size)
+            opt.step(samples=size)
         return [alone, weights_of(model)]
 
     (a, mean), (b, other) = run_ranks(2, one_rank)
@@ -208,7 +208,7 @@ def test_with_weights_the_samples_count_alike_as_in_one_process() -> None:
         model, size = plain(), 2 + 3 * group.rank()
         opt = LocalSGD(model, sgd(model), 1, process_group=group)
         loss_of(model, group.rank(), 0, size).backward()
-        opt.step(weight=size)
+        opt.step(samples=size)
         return weights_of(model)
 
     alone = plain()
@@ -225,7 +225,7 @@ def test_a_rank_of_weight_zero_does_not_spoil_the_mean() -> None:
         loss_of(model, group.rank(), 0).backward()
         if group.rank() == 1:
             model[0].weight.grad.fill_(float("nan"))
-        opt.step(weight=1 - group.rank())
+        opt.step(samples=1 - group.rank())
         return weights_of(model)
 
     alone = plain()
@@ -234,15 +234,15 @@ def test_a_rank_of_weight_zero_does_not_spoil_the_mean() -> None:
         assert_close(found, weights_of(alone))
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused_before_anything_happens(weight: float) -> None:
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
+def test_samples_that_are_no_number_are_refused_before_anything_happens(count: float) -> None:
     def one_rank(group: Group) -> None:
         model = plain()
         opt = LocalSGD(model, sgd(model), 1, process_group=group)
         before = weights_of(model)
         loss_of(model, 0, 0).backward()
-        with pytest.raises(AveragingArgumentError, match="weight"):
-            opt.step(weight=weight)
+        with pytest.raises(AveragingArgumentError, match="samples"):
+            opt.step(samples=count)
         assert_all_equal([before, weights_of(model)])
 
     run_ranks(1, one_rank)
@@ -378,13 +378,13 @@ def test_training_goes_on_to_the_last_bit_from_a_checkpoint(stop: int) -> None:
             return model, LocalSGD(model, inner, 4, process_group=group)
 
         model, opt = new(0)
-        train(model, opt, group.rank(), range(stop), weight=1 + group.rank())
+        train(model, opt, group.rank(), range(stop), samples=1 + group.rank())
         saved = through_a_file([model.state_dict(), opt.state_dict()])
-        train(model, opt, group.rank(), range(stop, 10), weight=1 + group.rank())
+        train(model, opt, group.rank(), range(stop, 10), samples=1 + group.rank())
         other, resumed = new(1)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
-        train(other, resumed, group.rank(), range(stop, 10), weight=1 + group.rank())
+        train(other, resumed, group.rank(), range(stop, 10), samples=1 + group.rank())
         return weights_of(model), weights_of(other)
 
     for straight, resumed in run_ranks(2, one_rank):

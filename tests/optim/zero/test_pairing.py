@@ -151,9 +151,9 @@ def test_passes_that_are_not_averaged_gather_and_weights_count() -> None:
         ddp, zero = paired(group)
         rank = group.rank()
         for step in (0, 2):
-            with ddp.no_sync(), ddp.weight(1 + rank):
+            with ddp.no_sync(), ddp.samples(1 + rank):
                 loss(ddp, step, rank).backward()
-            with ddp.weight(3):
+            with ddp.samples(3):
                 loss(ddp, step + 1, rank).backward()
             zero.step()  # without zero_grad: a step uses gradients up
         return weights(ddp)

@@ -127,7 +127,7 @@ class Trainer:
 
     def _step(self, batch: object) -> None:
         count = self.task.samples(batch)
-        with self.ddp.weight(count):  # batches may differ in size; the mean is over all samples
+        with self.ddp.samples(count):  # batches may differ in size; the mean is over all samples
             loss = self.task.loss(self.ddp, batch)
             loss.backward()
         nn.utils.clip_grad_norm_(self.ddp.parameters(), CLIP)

@@ -31,7 +31,7 @@ class LocalSGD(Rounds):
         for batch in batches:
             optimizer.zero_grad()
             model(batch).sum().backward()  # no exchange here
-            optimizer.step(weight=len(batch))  # here, every eighth time
+            optimizer.step(samples=len(batch))  # here, every eighth time
 
     The module is the plain one: wrapped in DistributedDataParallel its gradients would be averaged
     as well, which makes sense over smaller groups only.

@@ -5,7 +5,7 @@ fragment of the model begins its exchange after which step. ``pieces.py`` and ``
 *what* goes over the wire. Here is the optimizer around it, which steps the one inside and does what
 is due.
 
-**Weights.** In an exchange a rank counts by ``step(weight=...)``, summed over its steps since the
+**Weights.** In an exchange a rank counts by ``step(samples=...)``, summed over its steps since the
 last exchange of the same fragment; a step counts 1 unless it says otherwise. So samples count alike
 when each step is given its number of samples.
 
@@ -70,18 +70,18 @@ class Rounds(Wrapping, Joinable):
 
     # -- training -----------------------------------------------------------------------------
 
-    def step(self, closure: Closure = None, *, weight: float = 1.0) -> Any:
+    def step(self, closure: Closure = None, *, samples: float = 1.0) -> Any:
         """Step the optimizer inside, and do what is due; blocks where an outcome is awaited.
 
-        ``weight``: how much this step counts, for instance its number of samples.
+        ``samples``: how much this step counts, such as the number of samples in its batch.
         """
-        _check_weight(weight)
+        _check_samples(samples)
         Join.notify_join_context(self)
         if self._overflowed():
             self._advance(0.0)
             return None
         loss = self.optim.step(closure)
-        self._advance(float(weight))
+        self._advance(float(samples))
         return loss
 
     def sync(self) -> None:
@@ -334,11 +334,9 @@ def check_known(given: Sequence[Tensor], known: Sequence[Tensor], owner: type[Wr
         )
 
 
-def _check_weight(weight: float) -> None:
-    if not (math.isfinite(weight) and weight >= 0):
-        raise AveragingArgumentError(
-            f"weight: expected a number of samples, 0 or more, got {weight}."
-        )
+def _check_samples(count: float) -> None:
+    if not (math.isfinite(count) and count >= 0):
+        raise AveragingArgumentError(f"samples: expected a number, 0 or more, got {count}.")
 
 
 def _agree(group: Group, facts: dict[str, object]) -> None:
