@@ -185,16 +185,7 @@ class _Thread(threading.Thread, Generic[R]):
 
     def _open(self) -> Group:
         group = new_group("threads", store=self.store, rank=self.rank, world_size=self.size)
-        self._engines.append(group._engine)
-        reopen = group._reopen
-        assert reopen is not None, "new_group makes groups that can be split"
-
-        def reopen_and_remember(*args: Any) -> Engine:
-            engine = reopen(*args)
-            self._engines.append(engine)
-            return engine
-
-        group._reopen = reopen_and_remember
+        group.hear_of_engines(self._engines.append)
         return group
 
 

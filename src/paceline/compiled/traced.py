@@ -96,16 +96,16 @@ def _call(
     given = fresh if kind in IN_PLACE else inputs
     if kind == "barrier":
         given = []
-    work = group._do(
+    work = group.call(
         kind,
         given,
         fresh,
-        None if timeout == NO_TIMEOUT else timeout,
-        asynchronous,
         _OPS[reduction] if reduction else None,
         root=root,
         tag=tag,
         splits=(input_splits, output_splits),
+        timeout=None if timeout == NO_TIMEOUT else timeout,
+        async_op=asynchronous,
     )
     return work, fresh
 

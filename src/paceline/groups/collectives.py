@@ -429,6 +429,27 @@ class Collectives(ProcessGroup):
 
     # -- how a call is done -------------------------------------------------------------------
 
+    def call(
+        self,
+        kind: Kind,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        op: Any = None,
+        *,
+        root: int = -1,
+        tag: int = 0,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        timeout: Any = None,
+        async_op: bool = False,
+    ) -> TorchWork:
+        """Make a collective whose kind is known only when it is called, as a compiled graph does.
+
+        All the methods above come down to it; ``inputs`` and ``outputs`` are flat lists.
+        """
+        return self._do(
+            kind, inputs, outputs, timeout, async_op, op, root=root, tag=tag, splits=splits
+        )
+
     def _do(
         self,
         kind: Kind,

@@ -129,9 +129,7 @@ def new_group(
         remedy = "Wrap the group with Group.wrap, and call its set_checks."
         raise UnsupportedError(backend, 'checks="strict"', remedy, rank)
     if ranks is not None and isinstance(group, Group):
-        group._members = tuple(members)
-        if group.board is not None:
-            group.board.members = group.members
+        group.number_members(members)
     return group  # type: ignore[return-value]
 
 

@@ -57,6 +57,27 @@ class Lineage(Collectives):
         """The group's ranks, numbered as in the group that it was first split from."""
         return self._members
 
+    def number_members(self, members: Sequence[int]) -> None:
+        """Say which ranks of a larger group the members are; before anybody uses this one."""
+        self._members = tuple(members)
+        if self.board is not None:
+            self.board.members = self._members
+
+    def hear_of_engines(self, opened: Callable[[Engine], None]) -> None:
+        """Call ``opened`` with the group's engine now, and with each that is opened in its place.
+
+        Groups that are split off or merged are heard of too. For tests that must free all ranks.
+        """
+        opened(self._engine)
+        reopen = self._need_reopen()
+
+        def reopen_and_tell(store: Store, rank: int, size: int, options: GroupOptions, /) -> Engine:
+            engine = reopen(store, rank, size, options)
+            opened(engine)
+            return engine
+
+        self._reopen = reopen_and_tell
+
     @property
     def options(self) -> GroupOptions:
         """What the group was opened with; :meth:`set_timeout` changes its timeout."""

@@ -42,7 +42,7 @@ def powerSGD_hook(
     shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
     layout = plan_low_rank(shapes, state.matrix_approximation_rank, state.min_compression_rate)
     exchange = _prepare(state, bucket, group, layout, numbers)
-    return state._lane.start(lambda: exchange.run(buffer), buffer.device)
+    return state.start(lambda: exchange.run(buffer), buffer.device)
 
 
 def batched_powerSGD_hook(
@@ -63,7 +63,7 @@ def batched_powerSGD_hook(
         square[: buffer.numel()] = buffer
         return buffer.copy_(exchange.run(square)[: buffer.numel()])
 
-    return state._lane.start(job, buffer.device)
+    return state.start(job, buffer.device)
 
 
 def _prepare(

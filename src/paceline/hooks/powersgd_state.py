@@ -8,12 +8,14 @@ Parameters are numbered from the end of the model, the order in which DDP's firs
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, is_initialized
+from torch.futures import Future
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._exchange import JobLane, LowRankPlan, Seeds
@@ -32,6 +34,10 @@ class _Here:
     def _begin(self) -> None:
         self._lane = JobLane()
         self._numbers: Any = WeakIdKeyDictionary()  # parameter → its number
+
+    def start(self, job: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """Have the exchanges of all buckets done one after the other, while backward goes on."""
+        return self._lane.start(job, device)
 
 
 class PowerSGDState(_Here):
