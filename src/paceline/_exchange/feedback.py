@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch import foreach
 from ..errors import CodecStateError
 from .row_layout import RowLayout
 
@@ -38,9 +39,9 @@ class Feedback:
         if not self.stretches:
             return self.rows
         if self._keeps:
-            torch._foreach_add_(self.stretches, list(gradients))
+            foreach.add_(self.stretches, list(gradients))
         else:
-            torch._foreach_copy_(self.stretches, list(gradients))
+            foreach.copy_(self.stretches, list(gradients))
         return self.rows
 
     def settle(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import foreach
+
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory without gaps and overlaps."""
@@ -86,4 +88,4 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target."""
     if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        foreach.copy_(list(targets), list(sources))

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .._torch import foreach
 from ..policies import MIB
 from .flat import local_part
 from .weighted_mean import HEAD, NOBODY, Arrived, Exchange, Pending, Standing, buffer_for
@@ -87,7 +88,7 @@ class FlatBuffer:
 
     def fill(self) -> None:
         """Write into ``views`` what is to be averaged."""
-        torch._foreach_copy_(self.views, self.held())
+        foreach.copy_(self.views, self.held())
 
     def start(self, standing: Standing) -> None:
         """Begin an exchange, in which this rank stands so."""
@@ -100,7 +101,7 @@ class FlatBuffer:
 
     def take(self) -> None:
         """Let the tensors be what is in ``views``."""
-        torch._foreach_copy_(self.held(), self.views)
+        foreach.copy_(self.held(), self.views)
 
     def finish(self) -> None:
         """Wait for the means and take them."""
@@ -109,7 +110,7 @@ class FlatBuffer:
 
     def broadcast(self) -> None:
         """Give every rank the values of rank 0."""
-        torch._foreach_copy_(self.views, self.held())
+        foreach.copy_(self.views, self.held())
         self.exchange.group.broadcast(self.buffer, 0)
         self.take()
 

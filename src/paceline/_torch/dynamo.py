@@ -22,6 +22,11 @@ from torch.fx import GraphModule
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+untraced = torch._disable_dynamo
+"""A decorator that leaves a function out of graphs. ``torch.compiler.disable`` does the same, and
+imports Dynamo when the function is defined, which takes seconds."""
+
+
 def trace_instead(function: Any, traced: Callable[..., Any]) -> None:
     """Have Dynamo trace ``traced`` wherever ``function`` is called."""
     function._torchdynamo_inline = traced

@@ -1,10 +1,38 @@
-"""Optimizers: what their other users are told."""
+"""Optimizers and the gradient scaler: what their other users are told, and who hooks in."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Let schedulers of the learning rate know that the optimizer has stepped."""
+    """Let schedulers of the learning rate know that the optimizer has stepped.
+
+    They wrap ``optimizer.step`` to see it, and warn when what steps is something else.
+    """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is to be called before or after each step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, with a name for the one thing that a subclass may do otherwise."""
+
+    def unscale_grads(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divide the gradients by the scale; for each device, whether something is not finite."""
+        usual: Any = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return dict(usual)
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from .._torch import foreach
+from .._torch.autograd import keeping_versions
+from .._torch.nn import buffers_dict
 from ..groups import Group
 from .models import broadcast
 
@@ -68,10 +71,10 @@ class _Pack:
         """Give every rank the root's values."""
         mine = self._group.rank() == root
         if mine:
-            torch._foreach_copy_(self._places, tensors)
+            foreach.copy_(self._places, tensors)
         self._group.broadcast(self._memory, root)
         if not mine:
-            torch._foreach_copy_(tensors, self._places)
+            foreach.copy_(tensors, self._places)
 
 
 class Buffers:
@@ -83,7 +86,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._ignored = frozenset(ignored)
-        self._homes = [(path, owner._buffers) for path, owner in module.named_modules()]
+        self._homes = [(path, buffers_dict(owner)) for path, owner in module.named_modules()]
         self._dicts = [home for _, home in self._homes]
         self._pack: _Pack | None = None
         self.hook: _BufferCommHook | None = None
@@ -122,7 +125,7 @@ class Buffers:
         named = self.named()
         with (
             torch.no_grad(),
-            torch.autograd._unsafe_preserve_version_counter(tuple(named.values())),
+            keeping_versions(tuple(named.values())),
         ):
             if self.hook is None:
                 self._broadcast(group, list(named.values()), root)

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._reducer import Bucket, Reducer
+from .._torch.ddp import optimizers_in_backward
 from ..errors import ModuleStateError
 
 
 def adopt_optimizers(params: Sequence[nn.Parameter], reducer: Reducer) -> None:
     """Take over what ``apply_optimizer_in_backward`` set up: it must wait for the average."""
-    mine = [p for p in params if hasattr(p, "_in_backward_optimizers")]
+    mine = [p for p in params if optimizers_in_backward(p)]
     if not mine:
         return
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -24,7 +25,7 @@ def adopt_optimizers(params: Sequence[nn.Parameter], reducer: Reducer) -> None:
 
     def step(bucket: Bucket) -> None:
         for param in bucket.params:
-            for optimizer in getattr(param, "_in_backward_optimizers", ()):
+            for optimizer in optimizers_in_backward(param):
                 optimizer.step()
                 param.grad = None
 

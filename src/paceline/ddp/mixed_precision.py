@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from .._torch.autograd import NO_TASK, current_task
+from .._torch.nn import flat_weights, forward_hooks, parameters_dict
+
 __all__ = ["Caster", "_MixedPrecision", "cast_floats", "strip"]
 
 
@@ -134,7 +137,7 @@ class Caster:
         """Whether this call is the outermost of a recomputation, or that same module again."""
         if self._swaps:
             return self._swaps[-1].module is module
-        return torch._C._current_graph_task_id() != -1  # a backward pass runs on this thread
+        return current_task() != NO_TASK  # a backward pass runs on this thread
 
     def _ignored(self, root: nn.Module) -> frozenset[int]:
         """The ids of what is ignored; under all of its names, if it has several."""
@@ -181,10 +184,7 @@ def strip(module: nn.Module) -> None:
 
 def _take_off(module: nn.Module, chosen: Callable[[Caster], bool]) -> None:
     for part in module.modules():
-        for hooks, flags in (
-            (part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs),
-            (part._forward_hooks, part._forward_hooks_always_called),
-        ):
+        for hooks, flags in forward_hooks(part):
             for key, hook in list(hooks.items()):
                 caster = getattr(hook, "__self__", None)
                 if isinstance(caster, Caster) and chosen(caster):
@@ -199,9 +199,7 @@ class _Swap:
         self.module = module
         # nn.RNNBase notices other parameters in its forward, but keeps a list of them ever after.
         self._lists = [
-            (part, {k: v for k, v in vars(part).items() if k.startswith("_flat_weight")})
-            for part in module.modules()
-            if isinstance(part, nn.RNNBase)
+            (part, flat_weights(part)) for part in module.modules() if isinstance(part, nn.RNNBase)
         ]
         copies: dict[int, Tensor] = {}  # by parameter, so that a shared one is cast once
         self._places = []
@@ -224,9 +222,10 @@ class _Swap:
 def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield where each floating-point parameter stands: the dict, the key, the parameter."""
     for part in module.modules():
-        for name, parameter in part._parameters.items():
+        own = parameters_dict(part)
+        for name, parameter in own.items():
             if parameter is not None and parameter.is_floating_point():
-                yield part._parameters, name, parameter
+                yield own, name, parameter
 
 
 def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .._torch import foreach
 from ..errors import ModelMismatchError
 from ..groups import Group
 
@@ -71,9 +72,7 @@ def broadcast(group: Group, tensors: Sequence[Tensor], root: int, chunk: int = C
             group.broadcast(flat, root)
             if group.rank() != root:
                 pieces = flat.split([t.numel() for t in part])
-                torch._foreach_copy_(
-                    part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)]
-                )
+                foreach.copy_(part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)])
 
 
 def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._reducer import GradBucket, Ledger, Pass, Reducer, ShardedGradients, local
+from .._torch.autograd import NO_TASK, current_task
 from ..errors import (
     GraphChangedError,
     ModuleArgumentError,
@@ -194,7 +195,7 @@ class Replica:
 
     def before_forward(self) -> None:
         """Buffers alike, and the reducer ready for the backward that may follow."""
-        inside_backward = torch._C._current_graph_task_id() != -1
+        inside_backward = current_task() != NO_TASK
         if torch.is_grad_enabled() and not inside_backward:
             self._left_out = not self.backward_sync
             self.reducer.make_good()
@@ -251,13 +252,13 @@ class Replica:
         Called where somebody relies on what the last pass left: before a state dict, at ``eval()``,
         in a forward without gradients, at the end of the group.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if current_task() == NO_TASK:
             for reducer in (self.reducer, *self.companions):
                 reducer.hear()
 
     def forward_failed(self, error: BaseException) -> None:
         """Tell the other ranks, which will wait in their backward pass, why none follows here."""
-        inside_backward = torch._C._current_graph_task_id() != -1
+        inside_backward = current_task() != NO_TASK
         if torch.is_grad_enabled():
             self.reducer.forward_failed()
         expected = torch.is_grad_enabled() and self.averages_now() and not inside_backward

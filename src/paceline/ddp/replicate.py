@@ -23,8 +23,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
+from .._torch.composable import is_fully_sharded, note_replicated, without_replicated
+from .._torch.ddp import ignore
+from .._torch.dynamo import folded, untraced
+from .._torch.nn import share_tensors
 from ..errors import ModuleStateError, ModuleTypeError, ReplicatedTwiceError
 from ..groups import current_process_group
 from . import torch_args
@@ -41,10 +44,9 @@ class _StandIn(nn.Module):
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         super().__init__()
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-            self.__dict__[name] = module.__dict__[name]
+        share_tensors(self, module)
         self.__dict__["stands_for"] = module  # no child: it would have every name twice
-        self.__dict__["_ddp_params_and_buffers_to_ignore"] = set(ignored)
+        ignore(self, set(ignored))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         real: Any = self.stands_for
@@ -63,7 +65,7 @@ class _Unseen(DistributedDataParallel):
         super().__init__(stand_in, **options)
         self._state = weakref.ref(state)
 
-    @torch._disable_dynamo(recursive=True)
+    @untraced(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         state = self._state()
         if state is not None:
@@ -129,7 +131,7 @@ class ReplicateState:
         """
         out: set[Tensor] = set()
         for inner in self.module.modules():
-            if inner in self._ignored or _is_fully_sharded(inner):
+            if inner in self._ignored or is_fully_sharded(inner):
                 out.update(tensor for _, tensor in _named_tensors(inner))
             elif inner is not self.module and (state := replicate.state(inner)) is not None:
                 out |= state.managed()
@@ -164,12 +166,10 @@ class ReplicateState:
         return [named[name] for name in self._param_names]
 
 
+@folded
 def open_when_traced(number: Tensor) -> bool:
     """Let ranks meet while ``torch.compile`` traces the first forward, which breaks no graph."""
     return _states[int(number)].wrapper is not None
-
-
-open_when_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called in tracing
 
 
 class Replicated:
@@ -238,7 +238,7 @@ class Replicate:
         """
         _refuse(module)
         state = ReplicateState(module, ignored_modules or (), _checked(options, device_id))
-        module.__dict__.setdefault(REGISTRY_KEY, {})["replicate"] = RegistryItem()
+        note_replicated(module)
         module.__dict__[_KEPT] = state
         own: Any = type(module)
         module.__class__ = _replicated_class(own)
@@ -262,7 +262,7 @@ def _refuse(module: object) -> None:
         )
     if replicate.state(module) is not None:
         raise ReplicatedTwiceError(_own_class(type(module)).__name__)
-    if _is_fully_sharded(module):
+    if is_fully_sharded(module):
         raise ModuleStateError(
             "Cannot apply `replicate()` on a Module already managed by `fully_shard`.",
             "Replicate other parts of the model.",
@@ -290,10 +290,6 @@ def _checked(options: dict[str, Any], device_id: object) -> dict[str, Any]:
     return options
 
 
-def _is_fully_sharded(module: nn.Module) -> bool:
-    return "fully_shard" in (_get_registry(module) or ())
-
-
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by all their names."""
     yield from module.named_parameters(remove_duplicate=False)
@@ -319,6 +315,5 @@ def _own_class(replicated: type) -> type[nn.Module]:
 def _ordinary(attributes: dict[str, Any]) -> dict[str, Any]:
     """What a copy takes over."""
     kept = {key: value for key, value in attributes.items() if key != _KEPT}
-    if REGISTRY_KEY in kept:
-        kept[REGISTRY_KEY] = {k: v for k, v in kept[REGISTRY_KEY].items() if k != "replicate"}
+    without_replicated(kept)
     return kept

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._reducer import Ledger
+from .._torch.nn import batch_norm
 from ..errors import ModuleStateError
 from ..groups import Group
 from .rows import Rows
@@ -132,7 +132,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = self._group(input.device) if self.training else None
         # Not for nothing: dividing by the number of elements, torch's kernels end a process on x86.
         if group is None or (group.size() == 1 and input.numel()):
-            return _BatchNorm.forward(self, input)
+            return batch_norm(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         line = Line(group, self._paceline_group, self._paceline_number)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _get_device_index
 from torch.distributed import ProcessGroup
 
+from .._torch.ddp import device_index, ignored
 from ..errors import ModuleArgumentError, ModuleStateError
 from ..groups import Group, group_or_default
 from ..policies import BucketCaps, Reduction
@@ -62,7 +62,7 @@ def wrapped_group(process_group: ProcessGroup, device: torch.device) -> Group:
 
 def ignored_names(module: nn.Module) -> set[str]:
     """Parameters and buffers that the module was marked to keep to itself."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return set(ignored(module))
 
 
 def check_parameters(params: Sequence[Tensor], *, may_be_none: bool) -> None:
@@ -107,7 +107,7 @@ def choose_devices(
         return Devices(device, None, None, several)
     first = device_ids[0]
     output = first if output_device is None else output_device
-    return Devices(device, [_get_device_index(first, True)], _get_device_index(output, True), False)
+    return Devices(device, [device_index(first, True)], device_index(output, True), False)
 
 
 def choose_buffer_sync(

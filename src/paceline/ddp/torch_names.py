@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from .._torch.ddp import ignore, ignore_tensor, is_ignored, logged_error
 from ..errors import ModuleArgumentError, ModuleTypeError
 from ..policies import BucketCaps
 from .buffers import _BufferCommHook, _BufferCommHookLocation
@@ -201,20 +202,20 @@ class TorchNames(TorchDDP):
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
         for name, param in module.named_parameters():
-            if not hasattr(param, "_ddp_ignored"):
+            if not is_ignored(param):
                 yield (name, param) if named_params else param
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        ignore(module, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+                ignore_tensor(tensor)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        said = "" if self._torch_logger is None else _error_of(self._torch_logger[0])
+        said = "" if self._torch_logger is None else logged_error(self._torch_logger[0])
         error = said or self.replica.reducer.error or self._error
         return logging_data(self.replica, self, error=error, comm_hook=self._comm_hook_name)
 
@@ -238,7 +239,3 @@ class TorchNames(TorchDDP):
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """torch clones outputs unless told not to; ours are watched, not touched."""
         self._ddp_sink_clone = val
-
-
-def _error_of(logger: Any) -> str:
-    return str(logger._get_ddp_logging_data().strs_map.get("error", ""))

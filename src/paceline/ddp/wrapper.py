@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.utils.hooks import RemovableHandle
 
 from .._reducer import ShardedGradients
+from .._torch.autograd import is_profiling
+from .._torch.c10d import default_group, has_left
+from .._torch.ddp import active, move_inputs, set_active
+from .._torch.dynamo import untraced
 from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
 from ..hooks import allreduce_hook, fp16_compress_hook
 from ..join import Join, Joinable
@@ -181,7 +182,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         """The module's own forward, between buffers made alike and a watch on the output."""
         if torch.compiler.is_compiling():
             return forward_in_graph(self, *inputs, **kwargs)
-        if not torch.autograd._profiler_enabled():
+        if not is_profiling():
             return self._forward(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             return self._forward(*inputs, **kwargs)
@@ -197,7 +198,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             raise
         return self._post_forward(output)
 
-    @torch._disable_dynamo(recursive=True)
+    @untraced(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
@@ -209,7 +210,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         if not self.device_ids or not (inputs or kwargs):
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
-        moved, moved_kwargs = _to_kwargs(
+        moved, moved_kwargs = move_inputs(
             inputs, kwargs, device, self.use_side_stream_for_tensor_copies
         )
         return moved[0], moved_kwargs[0]
@@ -218,9 +219,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
 
-    @torch._disable_dynamo(recursive=True)
+    @untraced(recursive=True)
     def _post_forward(self, output: Any) -> Any:
-        if self.find_unused_parameters and torch.autograd._profiler_enabled():
+        if self.find_unused_parameters and is_profiling():
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 self.replica.after_forward(output)
         else:
@@ -234,23 +235,23 @@ class DistributedDataParallel(TorchNames, Joinable):
         self._lazy_init_ran = True
 
     @contextlib.contextmanager
-    @torch._disable_dynamo(recursive=False)
+    @untraced(recursive=False)
     def _inside_ddp_forward(self) -> Iterator[None]:
         stack = _forwards.__dict__.setdefault("stack", [])
-        before = TorchDDP._active_ddp_module
+        before = active()
         if isinstance(before, DistributedDataParallel) and before not in stack:
             before = None  # of another rank that is a thread, and may have left by then
-        TorchDDP._active_ddp_module = self
+        set_active(self)
         stack.append(self)
         try:
             yield
         finally:
             stack.pop()
-            TorchDDP._active_ddp_module = before
+            set_active(before)
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return TorchDDP._active_ddp_module
+        return active()
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split inputs over devices, as DataParallel does."""
@@ -259,7 +260,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs on a device."""
         device = torch.device(self.device_type, device_id)
-        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+        return move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Collect outputs of several devices."""
@@ -492,7 +493,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def _check_default_group(self) -> None:
         try:
-            default = self.process_group == _get_default_group()
+            default = self.process_group == default_group()
         except (RuntimeError, ValueError):
             default = False
         if not default:
@@ -515,7 +516,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(dict(state), _get_default_group())
+        self._restore(dict(state), default_group())
 
     def _restore(self, state: dict[str, Any], process_group: ProcessGroup) -> None:
         state.pop("broadcast_buffers", None)
@@ -545,7 +546,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         A communication hook and SyncBatchNorm layers that were given the old group follow.
         """
         self._has_rebuilt_buckets = False
-        if _rank_not_in_group(new_process_group):
+        if has_left(new_process_group):
             self.replica.reducer.forget_plan()
             return
         self.replica.refuse_if_sharded("the group was changed")

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from .._exchange import one_tensor, sum_later
+from .._torch.functional import all_reduce
 from ..groups import group_or_default
 from .allreduce import Hook
 
@@ -68,9 +69,7 @@ def _average_as(dtype: torch.dtype, process_group: Any, bucket: Any) -> Future[T
 
 
 def _average_compiled(dtype: torch.dtype, group: ProcessGroup, buffer: Tensor) -> Tensor:
-    from torch.distributed._functional_collectives import all_reduce
-
-    total: Tensor = all_reduce((buffer / group.size()).to(dtype), "sum", group)
+    total = all_reduce((buffer / group.size()).to(dtype), "sum", group)
     return buffer.copy_(total)
 
 

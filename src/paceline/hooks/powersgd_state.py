@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group, is_initialized
+from torch.distributed import ProcessGroup, is_initialized
 from torch.futures import Future
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._exchange import JobLane, LowRankPlan, Seeds
+from .._torch.c10d import default_group
 from ..errors import HookStateError
 from ..groups import current_process_group
 
@@ -194,7 +194,7 @@ class PowerSGDState(_Here):
         return {name: getattr(self, name) for name in self.__slots__ if name != "process_group"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        default = _get_default_group() if is_initialized() else None
+        default = default_group() if is_initialized() else None
         self.process_group = current_process_group() or default
         log.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size)."

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
 from .._exchange import by_kind, local_part
+from .._torch import foreach
 from ..errors import OptimizerArgumentError, OptimizerStateError
 from ..groups import Group, ReduceOp
 
@@ -173,4 +174,4 @@ def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def _scale(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for some in by_kind(grads):
-        torch._foreach_mul_(some, factor.to(some[0].device))
+        foreach.mul_(some, factor.to(some[0].device))

@@ -8,26 +8,28 @@ import torch
 from torch import Tensor
 
 from .._exchange import by_kind
+from .._torch import foreach
+from .._torch.optim import OpenGradScaler
+from .._torch.tensors import values_of
 from ..errors import OptimizerArgumentError
 from ..groups import ReduceOp
 from .clip import Gradients
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(OpenGradScaler):
     """torch's GradScaler, which asks the other ranks where an optimizer's gradients are in shards.
 
     A rank that finds an inf in its shard would otherwise skip a step that the others take. Such an
     optimizer has a method ``gradients`` (``clip.py``); for others nothing is different.
     """
 
-    def _unscale_grads_(
+    def unscale_grads(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         offered = getattr(optimizer, "gradients", None)
         gradients = offered() if callable(offered) else None
         if not isinstance(gradients, Gradients) or gradients.group is None:
-            usual: Any = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            return dict(usual)
+            return super().unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
         found = found_inf.clone()
         _unscale([*gradients.whole, *gradients.parts], inv_scale, found, allow_fp16)
         gradients.group.all_reduce(found, ReduceOp.MAX)
@@ -41,8 +43,8 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found: Tensor, allow_fp16: 
         raise OptimizerArgumentError(
             "Attempting to unscale FP16 gradients.", "Keep the parameters in float32."
         )
-    for some in by_kind(grad._values() if grad.is_sparse else grad for grad in grads):
+    for some in by_kind(values_of(grad) if grad.is_sparse else grad for grad in grads):
         here = found.to(some[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(some, here, inv_scale.to(here.device))
+        foreach.unscale_(some, here, inv_scale.to(here.device))
         if here is not found:
             found.copy_(torch.maximum(found, here.to(found.device)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
+from ..._torch import foreach
 from ..feedback import Feedback, Held
 from ..row_layout import RowLayout, spans_of
 from ..wire import MeteredGroup
@@ -75,9 +76,9 @@ class Route(ABC):
         parts = spans_of(buffer, self.layout.small)
         if parts:
             found = total if self.weighted else total.div_(self.line.ranks)
-            torch._foreach_copy_(parts, list(found.split([part.numel() for part in parts])))
+            foreach.copy_(parts, list(found.split([part.numel() for part in parts])))
 
     def _give_large(self, buffer: Tensor, mean: Tensor) -> None:
         parts = spans_of(buffer, self.layout.large)
         if parts:
-            torch._foreach_copy_(parts, self.layout.stretches(mean))
+            foreach.copy_(parts, self.layout.stretches(mean))

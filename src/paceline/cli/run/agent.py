@@ -23,10 +23,9 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from ..._torch.elastic import OpenAgent, log_folder, pipes_of
 from .. import say
 from .meeting import Meeting
 from .screen import Reader
@@ -52,7 +51,7 @@ class Pipes(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         """The folder that holds everything."""
-        return str(self._root_log_dir)
+        return log_folder(self)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the pipes of one attempt; torch calls it right before the ranks start."""
@@ -118,7 +117,7 @@ class FailedElsewhereError(Exception):
     """Another machine has given up, for the reason that it has sent."""
 
 
-class Agent(LocalElasticAgent):
+class Agent(OpenAgent):
     """torch's agent for the ranks of one machine, with our way of watching and ending them."""
 
     def __init__(self, spec: WorkerSpec, pipes: Pipes, grace: float) -> None:
@@ -132,17 +131,19 @@ class Agent(LocalElasticAgent):
         """The latest start of the ranks."""
         return self.pipes.attempt
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, and note their processes."""
+        started = super().start_workers(worker_group)
         self.attempt.pids = {self.attempt.ranks[local]: pid for local, pid in started.items()}
         return started
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+    def restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the ranks again, and say why."""
         why = why_again(self.attempt.verdict(), worker_group.group_world_size or 1)
-        say.note(f"{why}; all ranks start again ({self._remaining_restarts} more tries after this)")
-        super()._restart_workers(worker_group)
+        say.note(f"{why}; all ranks start again ({self.restarts_left} more tries after this)")
+        super().restart_workers(worker_group)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks; torch calls it ten times a second."""
         self._note_endings()
         attempt = self.attempt
@@ -157,8 +158,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if outlook is Outlook.GOOD and attempt.losses.lost:
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ranks.values()))
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return super().monitor_workers(worker_group)
 
     def _look(self) -> Outlook:
         """See what becomes of the ranks that have failed, here and on other machines."""
@@ -192,12 +192,12 @@ class Agent(LocalElasticAgent):
         self._end_ranks(ways_to_end(False, self.grace))
         self._kill(ranks)
 
-    def _exit_barrier(self) -> None:
+    def exit_barrier(self) -> None:
         """Wait for the other machines; torch calls it when all ranks of this one have ended."""
         if not isinstance(self.meeting, Meeting):
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            super().exit_barrier()
         else:
-            limit = timedelta(seconds=self._exit_barrier_timeout)
+            limit = timedelta(seconds=self.exit_seconds)
             left = without(read_survivors(self.attempt.notes))
             if reason := self.meeting.finish(limit, left):
                 raise FailedElsewhereError(reason)
@@ -224,7 +224,7 @@ class Agent(LocalElasticAgent):
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    def shutdown(self, death_sig: signal.Signals | None) -> None:
         """End every rank; torch calls it however the run ends, with the signal if there was one."""
         by_hand = death_sig is signal.SIGINT
         try:
@@ -242,7 +242,7 @@ class Agent(LocalElasticAgent):
             failed = set(self.attempt.failed) - self.attempt.losses.lost.keys()
             if failed or death_sig is not None or self.attempt.running:
                 self._kill(self.attempt.pids)
-            super()._shutdown(death_sig or signal.SIGTERM)
+            super().shutdown(death_sig)
             self._close_pipes()
 
     def _end_ranks(self, steps: Collection[tuple[signal.Signals, float]]) -> None:
@@ -262,10 +262,9 @@ class Agent(LocalElasticAgent):
 
     def _close_pipes(self) -> None:
         """Close our ends of what ranks write to: torch does so only for ranks that it ended."""
-        for process in getattr(self._pcontext, "subprocess_handlers", {}).values():
-            for pipe in (process._stdout, process._stderr):
-                if pipe is not None:
-                    pipe.close()
+        for process in self.processes.values():
+            for pipe in pipes_of(process):
+                pipe.close()
 
     def _wait_for_ends(self, ranks: Collection[int], seconds: float, stopped: bool = False) -> None:
         until = time.monotonic() + seconds
@@ -274,9 +273,7 @@ class Agent(LocalElasticAgent):
             self._note_endings(stopped)
 
     def _note_endings(self, stopped: bool = False) -> None:
-        if not isinstance(self._pcontext, SubprocessContext):
-            return
-        for local, process in self._pcontext.subprocess_handlers.items():
+        for local, process in self.processes.items():
             code = process.proc.poll()
             rank = self.attempt.ranks[local]
             if code is not None and rank not in self.attempt.endings:

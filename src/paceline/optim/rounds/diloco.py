@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
@@ -38,6 +37,7 @@ from ..._exchange import (
     is_codec,
     local_values,
 )
+from ..._torch import foreach
 from ...errors import AveragingArgumentError, AveragingTypeError, RoundsStateError
 from ...groups import Group, group_or_default
 from .fragment import Fragment
@@ -58,8 +58,8 @@ class OuterBuffer(FlatBuffer):
         self.outer = [nn.Parameter(v.clone(), requires_grad=True) for v in self.views]
 
     def fill(self) -> None:
-        torch._foreach_copy_(self.views, [p.detach() for p in self.outer])
-        torch._foreach_sub_(self.views, [h.to(self.buffer.dtype) for h in self.held()])
+        foreach.copy_(self.views, [p.detach() for p in self.outer])
+        foreach.sub_(self.views, [h.to(self.buffer.dtype) for h in self.held()])
 
     def broadcast(self) -> None:
         super().broadcast()
@@ -67,7 +67,7 @@ class OuterBuffer(FlatBuffer):
 
     def begin(self) -> None:
         """Let the outer parameters be the ones that are here."""
-        torch._foreach_copy_([p.detach() for p in self.outer], self.held())
+        foreach.copy_([p.detach() for p in self.outer], self.held())
 
     def offer(self) -> None:
         """Give the outer optimizer its gradients."""
@@ -80,7 +80,7 @@ class OuterBuffer(FlatBuffer):
         held = self.held()
         if mix:
             outer = [o.lerp(h.to(o.dtype), mix) for o, h in zip(outer, held, strict=True)]
-        torch._foreach_copy_(held, outer)
+        foreach.copy_(held, outer)
 
 
 class DiLoCo(Rounds):
@@ -177,7 +177,7 @@ class DiLoCo(Rounds):
                     piece.begin()
             return
         self.outer_optimizer.load_state_dict(rounds["outer"])
-        torch._foreach_copy_([p.detach() for p in self._outer_params], rounds["outer_params"])
+        foreach.copy_([p.detach() for p in self._outer_params], rounds["outer_params"])
 
 
 def _outer(fragment: Fragment) -> list[OuterBuffer]:

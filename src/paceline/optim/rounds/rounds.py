@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..._exchange import Standing, local_values
+from ..._torch import foreach
 from ...errors import AveragingArgumentError, PeerError, RoundsMismatchError, RoundsStateError
 from ...groups import Group
 from ...join import Join, Joinable, JoinHook
@@ -148,7 +149,7 @@ class Rounds(Wrapping, Joinable):
         scale = getattr(self, "grad_scale", None)
         if scale is not None and not found.item():
             grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-            torch._foreach_div_(grads, float(scale.item()))
+            foreach.div_(grads, float(scale.item()))
         return bool(found.item())
 
     def _tensors(self) -> list[Tensor]:

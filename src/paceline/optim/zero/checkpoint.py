@@ -42,7 +42,7 @@ class Stretches(torch.Tensor):
     def of(cls, numel: int, parts: Mapping[int, Tensor]) -> Self:
         """Parts by where they begin in a tensor of ``numel`` elements."""
         first = next(iter(parts.values()))
-        made: Self = torch.Tensor._make_subclass(cls, torch.empty(0, dtype=first.dtype))
+        made: Self = torch.empty(0, dtype=first.dtype).as_subclass(cls)
         made.numel_of_all, made.parts = numel, dict(parts)
         return made
 
