@@ -21,7 +21,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow sanitize check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned slow sanitize check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ demo: $(READY) ## train a small model on all cores, and watch it
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-pinned: $(READY) ## run the tests with ranks on unequal cores: odd ranks on one each, even ones on all
+	$(BIN)/python -m pytest --pinned -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow

@@ -12,6 +12,7 @@ import pytest
 import torch._dynamo  # noqa: F401  # the first forward of a wrapper would, within a test's deadline
 
 from .marks import SHM
+from .pinned import pin_all_ranks
 
 LONG = (
     "test_examples.py",
@@ -24,6 +25,15 @@ LONG = (
     "test_run.py",
 )
 TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pinned", action="store_true", help="run ranks on unequal cores")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pinned"):
+        pin_all_ranks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
