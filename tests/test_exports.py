@@ -117,6 +117,7 @@ EXPORTS = {
         "Call",
         "Capabilities",
         "Engine",
+        "EngineBackend",
         "FINISHED",
         "Group",
         "GroupOptions",

@@ -22,7 +22,8 @@ from paceline.errors import (
     UnknownBackendError,
     UnknownOptionError,
 )
-from paceline.groups import capabilities, choice, factory
+from paceline.groups import backends, capabilities
+from paceline.groups.engines import choice, offers
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 
@@ -35,7 +36,7 @@ def lonely(backend: str = "fake", **options: object) -> Group:
 
 @pytest.fixture
 def clean_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "_backends", dict(factory._backends))
+    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
 
 
 # -- torch's _dist2, to the letter --------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_gloo_refuses_unexpected_options() -> None:
 def test_nccl_refuses_an_unknown_option_with_a_key_error() -> None:
     if not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL, so its options cannot be asked")
-    from paceline.groups.engines.torch_engine import open_nccl
+    from paceline.groups.engines.nccl import open_nccl
 
     with pytest.raises(KeyError, match="Unknown option mystery") as caught:
         open_nccl(dist.HashStore(), 0, 1, SECOND, torch.device("cuda", 0), mystery=1)
@@ -218,11 +219,11 @@ def test_a_third_partys_backend_is_found_by_its_entry_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = importlib.metadata.EntryPoint(
-        "theirs", "tests.groups.test_factory:their_factory", factory.ENTRY_POINTS
+        "theirs", "tests.groups.test_factory:their_factory", backends.ENTRY_POINTS
     )
 
     def entry_points(*, group: str, name: str | None = None) -> list[importlib.metadata.EntryPoint]:
-        return [entry] if group == factory.ENTRY_POINTS and name in (None, "theirs") else []
+        return [entry] if group == backends.ENTRY_POINTS and name in (None, "theirs") else []
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     assert capabilities()["theirs"].available
@@ -230,7 +231,7 @@ def test_a_third_partys_backend_is_found_by_its_entry_point(
 
 
 def their_factory(store, rank, world_size, timeout, device, **kwargs):  # type: ignore[no-untyped-def]
-    return factory._backends["fake"](store, rank, world_size, timeout, device)
+    return backends._backends["fake"](store, rank, world_size, timeout, device)
 
 
 @pytest.mark.parametrize("backend", ["shm", "fake", "threads", "hybrid"])
@@ -254,7 +255,7 @@ def test_capabilities_say_why_a_backend_cannot_be_used(monkeypatch: pytest.Monke
     if not torch.cuda.is_available():
         assert not found["nccl"].available
         assert found["nccl"].reason
-    monkeypatch.setattr(factory, "unavailable", lambda: "no C compiler was there")
+    monkeypatch.setattr(offers, "unavailable", lambda: "no C compiler was there")
     found = capabilities()
     assert not found["shm"].available
     assert "no C compiler" in found["shm"].reason

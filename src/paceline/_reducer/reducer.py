@@ -336,7 +336,7 @@ class Reducer:
     @property
     def _quiet(self) -> bool:
         """Where every core computes, a thread that moves buckets along would only take one away."""
-        return self.group.backend == "shm" and self.group.size() >= (os.cpu_count() or 1)
+        return self.group.capabilities.quiet_starts and self.group.size() >= (os.cpu_count() or 1)
 
     def advance(self) -> None:
         """Send off full buckets whose turn it is, except the last one."""

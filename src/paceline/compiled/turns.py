@@ -128,7 +128,7 @@ class WrapperTurns:
     def take(self, ddp: DistributedDataParallel) -> None:
         """Called while Dynamo traces a wrapper that will be averaged."""
         group = ddp.replica.group
-        if group.backend == "threads" or not dynamo.uses_inductor():
+        if group.capabilities.one_process or not dynamo.uses_inductor():
             return  # there is one process, or nothing is kept
         compilation = dynamo.this_compilation()
         self._compilations[compilation] = group.board

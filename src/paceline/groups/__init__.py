@@ -2,17 +2,20 @@
 
 from torch.distributed import ProcessGroup, ReduceOp, Store
 
-from .engine import Call, Capabilities, Engine
-from .factory import (
+from .backends import (
     Availability,
+    EngineBackend,
     ProcessGroupFactory,
     capabilities,
+    register_backend,
+)
+from .engine import Call, Capabilities, Engine
+from .factory import (
     current_process_group,
     group_or_default,
     group_to_call,
     new_group,
     process_group,
-    register_backend,
 )
 from .group import Group
 from .options import GroupOptions
@@ -28,6 +31,7 @@ __all__ = [
     "Call",
     "Capabilities",
     "Engine",
+    "EngineBackend",
     "Group",
     "GroupOptions",
     "ProcessGroup",

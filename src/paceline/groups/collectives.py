@@ -73,7 +73,7 @@ class Collectives(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this form
         self._engine = engine
         self._closed = ""  # why no call is possible any more
-        self._moves = engine.capabilities.backend != "fake"  # that one's tensors have no memory
+        self._moves = engine.capabilities.peers  # else its tensors may have no memory
         self._rank, self._size = rank, size
         self._timeout = timeout
         self._checker = Checker(rank, size, engine)
@@ -487,7 +487,7 @@ class Collectives(ProcessGroup):
             return self._collected(self._start(call, entry))
         self._run(call, entry)
         if kind == "recv":
-            return _Received(call.outputs, call.root)
+            return Finished(call.outputs, call.root)
         return FINISHED
 
     def _run(self, call: Call, entry: events.Entry | None) -> None:
@@ -556,7 +556,7 @@ class Collectives(ProcessGroup):
             end(error)
             raise
         end(None)
-        return _Received(wanted, call.root) if call.kind == "recv" else FINISHED
+        return Finished(wanted, call.root) if call.kind == "recv" else FINISHED
 
     def _do_all(
         self,
@@ -624,20 +624,6 @@ class Collectives(ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
-
-
-class _Received(Work):
-    """A message that is here, and where it came from."""
-
-    def __init__(self, outputs: Sequence[Tensor], source: int) -> None:
-        super().__init__(outputs)
-        self._ended = True
-        self._source = source
-
-    def source_rank(self) -> int:
-        return self._source
-
-    _source_rank = source_rank
 
 
 def _read(options: Any, timeout: Any, async_op: bool | None) -> tuple[Any, Any, bool]:

@@ -14,8 +14,10 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
+
+from .work import Finished
 
 Kind = Literal[
     "all_reduce",  # inputs (t,), outputs (t,): the same tensor
@@ -90,37 +92,86 @@ class Call:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a group's engine can do, so that nobody has to find out by an exception."""
+    """What a group's engine can do, so that nobody has to find out by an exception.
+
+    This is the only way to tell engines apart. What a new engine does not say, it does not promise.
+    """
 
     backend: str
+    """Its name, for people. An engine that does not check agreement has it in its errors' text."""
+
     devices: frozenset[str]
-    in_place_memory: bool  # allocate() gives memory that is reduced without a copy
-    abortable: bool  # abort() frees ranks that wait
-    names_dead_ranks: bool  # a dead peer is noticed at once and named
-    checks_agreement: bool  # differing calls of two ranks are an error that names both
-    averages: bool = False  # it divides by the number of ranks while it adds
-    peers: bool = True  # other ranks take part; without them nobody is waited for
+    """Kinds of devices whose tensors it takes, such as ``cpu``."""
+
+    in_place_memory: bool = False
+    """``allocate`` gives memory that is reduced without a copy."""
+
+    abortable: bool = False
+    """``abort`` frees ranks that wait."""
+
+    names_dead_ranks: bool = False
+    """A dead peer is noticed at once and named."""
+
+    checks_agreement: bool = False
+    """Differing calls of two ranks are an error that names both."""
+
+    may_crash_on_mismatch: bool = True
+    """Where agreement is not checked: a difference may end a process before anybody can ask it, so
+    the recorder tells the others of each new kind of call beforehand."""
+
+    averages: bool = False
+    """It divides by the number of ranks while it adds."""
+
+    peers: bool = True
+    """Other ranks take part. Without them nobody is waited for, nothing is moved or watched, and
+    tensors need no memory."""
+
+    one_process: bool = False
+    """The ranks are threads of one process."""
+
+    quiet_starts: bool = False
+    """A call may be started with ``quiet``: then no thread works at it, it moves in ``progress``
+    and when somebody waits."""
+
+    name_in_torch: str = ""
+    """What torch's C++ is told instead of ``backend``, where it would look for an engine of its own
+    under that name and not find it."""
+
+    found_by_torch: bool = False
+    """torch's C++ may find the engine itself in the group, through ``lend_to(group)``."""
+
     max_ranks: int | None = None
+    """How many ranks a group can have; None where there is no limit."""
 
 
 class Engine(Protocol):
-    """Carries out calls for one rank."""
+    """Carries out calls for one rank.
+
+    A class that derives from it needs ``capabilities`` and ``run``; what else is here then does the
+    plainest thing that is right.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
         """What it can do."""
+        ...
 
     def run(self, call: Call) -> None:
         """Do it and return when it is done on this rank; raises what went wrong."""
+        ...
 
     def start(self, call: Call) -> TorchWork:
         """Begin it; the engine owns the tensors until the work is done."""
+        self.run(call)
+        return Finished(call.outputs or call.inputs, call.root if call.kind == "recv" else -1)
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
         """Whether tensors of ``dtype`` can be reduced so."""
+        return True
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the memory this engine likes best, with arbitrary contents."""
+        return torch.empty(numel, dtype=dtype)
 
     def progress(self) -> None:
         """Move started calls along without waiting, where nobody else does."""
@@ -130,3 +181,11 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Finish what was started and give everything back."""
+
+
+class LentEngine(Engine, Protocol):
+    """An engine with ``found_by_torch``."""
+
+    def lend_to(self, group: ProcessGroup) -> None:
+        """Let torch's C++ find it in ``group``, which was made around it."""
+        ...

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import cast
 
 import msgspec
 import torch
@@ -35,9 +36,8 @@ from ..errors import MonitoredBarrierError
 from ..recorder import events
 from . import objects, torch_world
 from .collectives import FORKED, Hooks, Timeout
-from .engine import Call, Capabilities, Engine
-from .engines.foreign.engine import ForeignEngine
-from .engines.torch_engine import TorchEngine
+from .engine import Call, Capabilities, Engine, LentEngine
+from .engines.around import engine_around
 from .lineage import Lineage, Reopen
 from .options import GroupOptions
 from .strict import Checks
@@ -63,8 +63,8 @@ class Group(Lineage):
         self._lock = threading.Lock()
         self._registered = False
         self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
-        if isinstance(engine, TorchEngine):
-            engine.lend_to(self)
+        if engine.capabilities.found_by_torch:
+            cast("LentEngine", engine).lend_to(self)
         self._open_board(wrapped)
         _all_here.add(self)
 
@@ -78,9 +78,11 @@ class Group(Lineage):
             shared=wrapped is not None,
             members=self._members,
             backend=self.backend,
+            peers=self.capabilities.peers,
+            one_process=self.capabilities.one_process,
             store=lambda: torch_world.store_of(held()),
             traffic=self.traffic,
-            agrees=self.capabilities.checks_agreement,
+            announced=_wants_announcing(self.capabilities),
         )
         self.set_checks(self._checks)
 
@@ -124,8 +126,8 @@ class Group(Lineage):
     _get_backend_name = name
 
     def getBackendName(self) -> str:
-        """What torch's C++ sees; it would look for torch's own engine under the name of gloo."""
-        return "paceline_gloo" if self.backend == "gloo" else self.backend
+        """What torch's C++ sees."""
+        return self.capabilities.name_in_torch or self.backend
 
     def getGroupName(self) -> str:
         """The name the group is registered under; empty while it is not."""
@@ -250,9 +252,8 @@ class Group(Lineage):
             return inner
         device = torch.device(device)
         name, timeout = torch_world.facts_of(inner, device)
-        kind = TorchEngine if type(inner) is ProcessGroup else ForeignEngine
         return cls(
-            kind(inner, name, device),
+            engine_around(inner, name, device),
             inner.rank(),
             inner.size(),
             options=GroupOptions(name, timeout, device),
@@ -335,7 +336,7 @@ class Group(Lineage):
 
     def disown(self) -> None:
         """In a forked child: this process is no rank of the group, and must not act as one."""
-        if self.backend != "fake":
+        if self.capabilities.peers:
             self._closed = FORKED
 
     def _like_this(
@@ -381,6 +382,10 @@ class Group(Lineage):
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
+
+
+def _wants_announcing(can: Capabilities) -> bool:
+    return not can.checks_agreement and can.may_crash_on_mismatch
 
 
 _all_here: weakref.WeakSet[Group] = weakref.WeakSet()

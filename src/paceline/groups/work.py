@@ -166,11 +166,15 @@ class Work(TorchWork):
 
 
 class Finished(Work):
-    """What was done before it was asked for."""
+    """What was done before it was asked for; a message that is here says where it came from."""
 
-    def __init__(self, outputs: Sequence[Tensor] = ()) -> None:
+    def __init__(self, outputs: Sequence[Tensor] = (), source: int = -1) -> None:
         super().__init__(outputs)
         self._ended = True
+        self._source = source
+
+    def source_rank(self) -> int:
+        return self._source
 
 
 class Wrapped(Work):

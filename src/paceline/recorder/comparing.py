@@ -42,7 +42,7 @@ class Comparing:
     def compare(self, board: events.Board, patience: float) -> None:
         """Compare the calls since the last time with those of the next rank; it may not answer."""
         other = board.rank + 1
-        if other >= board.size or board.checks == "off" or board.backend == "fake":
+        if other >= board.size or board.checks == "off" or not board.peers:
             return
         if not self._lock.acquire(timeout=patience):
             return

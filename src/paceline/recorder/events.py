@@ -171,7 +171,9 @@ class Board:
         backend: str = "",
         store: Callable[[], Any] = lambda: None,
         traffic: Any = None,
-        agrees: bool = True,
+        peers: bool = True,
+        one_process: bool = False,
+        announced: bool = False,
     ) -> None:
         self.number = next(_numbers)
         self.group = weakref.ref(group)
@@ -180,7 +182,9 @@ class Board:
         self.backend = backend
         self.store = store  # where the ranks met, or None; it must not keep the group alive
         self.traffic = traffic
-        self.agrees = agrees  # its engine notices when ranks make different calls
+        self.peers = peers  # there are other ranks
+        self.one_process = one_process  # which are threads of this process
+        self.announced = announced  # calls are told to other ranks: a difference may end a process
         self.tell: Callable[[Entry], None] | None = None  # whoever wants to hear of each call
         self.thread = _get_ident()  # that made it, or its latest call: where the rank is
         self.made = 0  # collectives so far

@@ -95,7 +95,7 @@ class Peers:
 
     def _own(self, board: events.Board, store: Any) -> Address:
         host, port, key = "", 0, b""
-        if board.backend != "threads":
+        if not board.one_process:
             with self._lock:
                 listener = self._listener or Listener(self._answer, self._hear, meeting_host(store))
                 self._listener = listener
@@ -181,7 +181,7 @@ class Peers:
 
     def take_leave(self, board: events.Board, ended: str = "") -> None:
         """Tell the peers that this rank comes no more, and how far it had come."""
-        if not board.made or board.backend == "threads":
+        if not board.made or board.one_process:
             return
         said = account_of(board, ended)
         if len(msgspec.msgpack.encode(said)) > channel.LETTER // 2:  # names may be long

@@ -32,10 +32,10 @@ def save_all(directory: str | Path) -> list[Path]:
 
 def ranks_here() -> list[int]:
     """The rank of this process in the job; several where ranks are threads, none without groups."""
-    boards = [board for board in list(events.boards.values()) if board.backend != "fake"]
+    boards = [board for board in list(events.boards.values()) if board.peers]
     size = max((board.size for board in boards), default=0)
     largest = [board for board in boards if board.size == size]
-    threads = {board.world_rank for board in largest if board.backend == "threads"}
+    threads = {board.world_rank for board in largest if board.one_process}
     if threads:
         return sorted(threads)
     if boards and dist.is_available() and dist.is_initialized():

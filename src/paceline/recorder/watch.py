@@ -72,11 +72,11 @@ class Watch:
             # Before what groups have to say at exit; a child of multiprocessing has no atexit.
             self._ending = Finalize(None, self.end, exitpriority=100)
             atexit.register(self._ending)
-        if board.size < 2 or board.backend == "fake":
+        if board.size < 2 or not board.peers:
             return
         with self._lock:
             self.peers.publish(board)
-            if not board.agrees and board.backend not in ("threads", "nccl"):
+            if board.announced:
                 board.tell = self.peers.announce
             self._fresh.append(board)
             if self._thread is None:
@@ -230,7 +230,7 @@ class Watch:
 
     def failed(self, entry: events.Entry, error: BaseException) -> None:
         """Have added to an error what can be found out about its cause."""
-        if entry.board.size < 2 or entry.board.backend == "fake":
+        if entry.board.size < 2 or not entry.board.peers:
             return
         with contextlib.suppress(Exception):
             if isinstance(error, MismatchError):

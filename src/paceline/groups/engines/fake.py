@@ -22,10 +22,7 @@ class FakeEngine:
         self.capabilities = Capabilities(
             backend="fake",
             devices=frozenset({"cpu", "cuda", "meta", "mps", "xpu"}),
-            in_place_memory=False,
             abortable=True,
-            names_dead_ranks=False,
-            checks_agreement=False,
             averages=True,
             peers=False,
         )

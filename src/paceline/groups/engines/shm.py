@@ -70,6 +70,7 @@ class ShmEngine:
             names_dead_ranks=True,
             checks_agreement=True,
             averages=True,
+            quiet_starts=True,
             max_ranks=MAX_RANKS,
         )
 

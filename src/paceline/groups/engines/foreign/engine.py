@@ -44,14 +44,7 @@ class ForeignEngine:
         self.device = device
         self.watcher = Watcher(f"paceline-{backend}-futures")
         self._served = is_served(inner, device)
-        self.capabilities = Capabilities(
-            backend=backend,
-            devices=frozenset({device.type}),
-            in_place_memory=False,
-            abortable=False,
-            names_dead_ranks=False,
-            checks_agreement=False,
-        )
+        self.capabilities = Capabilities(backend, frozenset({device.type}))
 
     def run(self, call: Call) -> None:
         work = self.start(call)

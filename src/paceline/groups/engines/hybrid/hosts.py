@@ -14,8 +14,8 @@ from torch.distributed import Work as TorchWork
 
 from ...._transport import Clock
 from ...engine import Call
+from ..gloo.engine import GlooEngine, open_gloo
 from ..gloo.links import Links
-from ..torch_engine import TorchEngine, open_gloo
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Hosts:
 class Gloo:
     """The gloo groups of one rank: of all ranks, and of its stripe, if it has one."""
 
-    everyone: TorchEngine
-    stripe: TorchEngine
+    everyone: GlooEngine
+    stripe: GlooEngine
     links: Links
 
     @classmethod
     def open(cls, store: Store, hosts: Hosts, clock: Clock) -> Gloo:
         """Connect to the others; every rank of a group on several hosts calls it."""
 
-        def join(name: str, rank: int, size: int) -> TorchEngine:
+        def join(name: str, rank: int, size: int) -> GlooEngine:
             left, cpu = timedelta(seconds=clock.left()), torch.device("cpu")
             inner = open_gloo(PrefixStore(name, store), rank, size, left, cpu)
-            return TorchEngine(inner, "gloo", cpu)
+            return GlooEngine(inner, cpu)
 
         size, place = len(hosts.places), hosts.place
         with Links.watch(PrefixStore("links", store), hosts.rank, size, clock) as links:

@@ -59,11 +59,10 @@ class ThreadsEngine:
         self.capabilities = Capabilities(
             backend="threads",
             devices=frozenset(devices),
-            in_place_memory=False,
             abortable=True,
-            names_dead_ranks=False,
             checks_agreement=True,
             averages=True,
+            one_process=True,
         )
 
     @classmethod

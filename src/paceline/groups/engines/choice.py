@@ -1,17 +1,15 @@
-"""Which engine ``auto`` takes, and what ranks that open a group together must have in common."""
+"""Which engine ``auto`` takes."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from .._transport import (
+from ..._transport import (
     MAX_RANKS,
     Clock,
     Neighbours,
@@ -20,19 +18,9 @@ from .._transport import (
     prove_hosts,
     shortage,
 )
-from ..errors import RankUnableError, UnknownBackendError
+from ...errors import RankUnableError, UnknownBackendError
 
 log = logging.getLogger(__name__)
-
-
-def facts_of(backend: str, device: torch.device, options: Mapping[str, object]) -> dict[str, str]:
-    """What ranks that open one group must have in common; of options, the plain ones."""
-    facts = {"the version of paceline": importlib.metadata.version("paceline"), "backend": backend}
-    if backend in ("auto", "paceline"):
-        facts["PACELINE_BACKEND"] = os.environ.get("PACELINE_BACKEND", "auto")
-        facts["device"] = device.type
-    plain = (int, float, str, type(None))
-    return facts | {f"{k}=": repr(v) for k, v in options.items() if isinstance(v, plain)}
 
 
 def choose_backend(

@@ -1,0 +1,150 @@
+"""The backends that paceline brings along, each registered as anybody else's would be."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from ..._transport import MAX_RANKS, unavailable
+from ...errors import EngineUnavailableError, RankUnableError, UnexpectedOptionError
+from ..backends import Availability, EngineBackend, Opener, register_backend
+from ..engine import Engine
+from . import nccl
+from .by_device import DeviceEngine
+from .choice import choose_backend, fall_back
+from .fake import FakeEngine
+from .gloo.engine import GlooEngine, open_gloo
+from .hybrid.engine import HybridEngine
+from .nccl import NcclEngine, open_nccl
+from .shm import ShmEngine
+from .threads.engine import ThreadsEngine
+
+
+def _only_cpu(backend: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise EngineUnavailableError(backend, f"it moves CPU tensors, and the device is {device}")
+
+
+def _open_gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+) -> Engine:
+    return GlooEngine(open_gloo(store, rank, size, timeout, device, **options), device)
+
+
+def _open_nccl(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+) -> Engine:
+    if reason := nccl.missing():
+        raise EngineUnavailableError("nccl", reason, rank)
+    return NcclEngine(open_nccl(store, rank, size, timeout, device, **options), device)
+
+
+def _open_shm(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    window: int = 0,
+) -> Engine:
+    _only_cpu("shm", device)
+    return ShmEngine.open(store, rank, size, timeout, window=window)
+
+
+def _open_hybrid(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    between: str = "gloo",
+    striped: bool | None = None,
+) -> Engine:
+    return HybridEngine.open(store, rank, size, timeout, device, between=between, striped=striped)
+
+
+def _open_fake(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Engine:
+    return FakeEngine(rank, size)
+
+
+def _open_threads(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Engine:
+    return ThreadsEngine.open(store, rank, size, timeout)
+
+
+_CHOSEN: dict[str, Opener] = {
+    "nccl": _open_nccl,
+    "gloo": _open_gloo,
+    "shm": _open_shm,
+    "hybrid": _open_hybrid,
+}
+
+
+def _open_auto(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+) -> Engine:
+    chosen = choose_backend(store, rank, size, timeout, device)
+    opener = _CHOSEN[chosen]
+    try:
+        return opener(PrefixStore(chosen, store), rank, size, timeout, device, **options)
+    except RankUnableError as error:  # the same on all ranks
+        if os.environ.get("PACELINE_BACKEND", "auto") != "auto" or chosen == "gloo":
+            raise
+        fall_back(store, rank, size, timeout, error)
+        return _open_gloo(PrefixStore("gloo", store), rank, size, timeout, device)
+    except TypeError as error:
+        if isinstance(error, UnexpectedOptionError) or not options:
+            raise
+        raise UnexpectedOptionError(chosen, sorted(options)) from error
+
+
+def _open_paceline(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Engine:
+    """Every device of this machine, the CPU's engine chosen as by ``auto``."""
+    cpu = _open_auto(PrefixStore("cpu", store), rank, size, timeout, torch.device("cpu"))
+    if nccl.missing():
+        return cpu
+
+    def open_cuda(device: torch.device) -> Engine:
+        return _open_nccl(PrefixStore("cuda", store), rank, size, timeout, device)
+
+    return DeviceEngine(cpu, {"cuda": open_cuda})
+
+
+def _shares_memory() -> Availability:
+    reason = unavailable()
+    return Availability(not reason, reason)
+
+
+def _has_nccl() -> Availability:
+    return Availability(not nccl.missing(), nccl.missing())
+
+
+def _always_has_one() -> Availability:
+    reason = unavailable()
+    return Availability(True, reason and f"picks gloo on CPU, since shm cannot be used: {reason}")
+
+
+_OURS = {
+    "gloo": EngineBackend(_open_gloo, options=None),
+    "nccl": EngineBackend(_open_nccl, options=None, availability=_has_nccl, same_options=False),
+    "shm": EngineBackend(
+        _open_shm, options=("window",), max_ranks=MAX_RANKS, availability=_shares_memory
+    ),
+    "hybrid": EngineBackend(
+        _open_hybrid, options=("between", "striped"), availability=_shares_memory
+    ),
+    "fake": EngineBackend(_open_fake, peers=False),
+    "threads": EngineBackend(_open_threads),
+    "auto": EngineBackend(_open_auto, options=None, availability=_always_has_one),
+    "paceline": EngineBackend(_open_paceline),
+}
+for _name, _backend in _OURS.items():
+    register_backend(_name, _backend)
