@@ -32,7 +32,7 @@ TORCH = "torch==2.13.0"
 # A version of NCCL that is nowhere, so that nobody brings CUDA along.
 CONSTRAINTS = f"{TORCH}\nnumpy==2.4.6\nnvidia-nccl-cu12==0.0.0\nnvidia-nccl-cu13==0.0.0\n"
 BASE = ("numpy==2.4.6", "setuptools==78.1.1", "wheel", "ninja", "packaging", "msgspec")
-BASE += ("safetensors", "typer", "rich", "pytest")
+BASE += ("typing_extensions", "typer", "rich", "pytest")
 
 
 class NotInstalled(Exception):

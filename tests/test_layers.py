@@ -21,7 +21,7 @@ FILES_ARE_DOORS = frozenset({"_torch"})  # a file is an area of torch; nobody ne
 
 # What the user sees.
 PUBLIC = frozenset(
-    {"compiled", "data", "ddp", "elastic", "groups", "hooks", "install", "join"}
+    {"compiled", "data", "ddp", "groups", "hooks", "install", "join"}
     | {"integrations", "metrics", "optim", "policies", "recorder", "testing"}
 )
 
@@ -40,7 +40,6 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "optim": frozenset({"_exchange", "groups", "join", "policies"}),
         "_exchange": frozenset({"groups", "policies"}),
         "join": frozenset({"groups", "policies"}),  # ddp and optim are Joinable, so they import it
-        "elastic": frozenset({"groups", "policies"}),
         "data": frozenset({"groups", "policies"}),
         "metrics": frozenset({"groups", "policies"}),
         "testing": frozenset({"_transport", "groups", "recorder"}),

@@ -13,9 +13,10 @@ from torch.fx import Graph
 
 import paceline
 from paceline.compiled import explain, train_step
-from paceline.compiled.schedule import Does, Entry, launch_early, launches_between, read_code
+from paceline.compiled.schedule import launch_early
 from paceline.errors import NotPlannedError
 
+from .generated import Does, Entry, launches_between, read_code
 from .marks import needs_compiler, no_instances
 
 CODE = """

@@ -15,7 +15,7 @@ from . import channels_last, schedule
 
 
 def inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for Inductor under which the order that ``schedule.py`` sets is the one that runs."""
+    """Options for Inductor: those ``given``, and our passes over every graph before it is built."""
     return inductor.with_pass_over_graphs(given, _change, _fingerprint())
 
 

@@ -11,7 +11,7 @@ many steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 Tensors = list[Tensor]
-Rule = Callable[[Tensors, Tensors, "dict[str, Tensors]", Tensor], None]
 
 
 @dataclass(frozen=True)

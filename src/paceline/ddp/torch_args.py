@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -175,8 +174,3 @@ def warn_of_check_reduction() -> None:
         FutureWarning,
         stacklevel=3,
     )
-
-
-def debug_names_wanted() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG asks for parameter names in messages."""
-    return bool(dist.get_debug_level() != dist.DebugLevel.OFF)
