@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline import Group
+from paceline.errors import CollectiveArgumentError
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 
 SMALL, LARGE = 50, 90_000  # elements for each rank: in one slot; in many windows
@@ -203,3 +204,42 @@ def test_what_stays_in_its_place_is_not_copied() -> None:
 
 def _ours(tensor: Tensor, flat: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+# -- two outputs in one place -------------------------------------------------------------------
+
+SHARED: dict[str, Callable[[Group, Tensor], object]] = {
+    "all_gather": lambda g, t: g.all_gather([t[:2]] * 2, torch.ones(2)),
+    "partly": lambda g, t: g.all_gather([t[1:3], t[:2]], torch.ones(2)),
+    "strided": lambda g, t: g.all_gather([t[::2]] * 2, torch.ones(4)),
+    "gather": lambda g, t: g.gather([t[:2]] * 2 if g.rank() == 0 else None, torch.ones(2)),
+    "all_to_all": lambda g, t: g.all_to_all([t[:2]] * 2, [torch.ones(2)] * 2),
+    "coalesced": lambda g, t: g.all_reduce_coalesced([t, torch.ones(3), t]),
+    "list": lambda g, t: g.allreduce([t, t[3:]]),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_two_outputs_in_the_same_memory_are_refused(kind: str) -> None:
+    def one_rank(group: Group) -> list[float]:
+        tensor = torch.zeros(8)
+        if kind != "gather" or group.rank() == 0:
+            with pytest.raises(CollectiveArgumentError) as caught:
+                SHARED[kind](group, tensor)
+            assert "memory of its own, got that of outputs[0]" in str(caught.value)
+        return tensor.tolist()
+
+    assert run_ranks(2, one_rank) == [[0.0] * 8] * 2
+
+
+def test_outputs_side_by_side_and_inputs_in_one_place_are_fine() -> None:
+    def one_rank(group: Group) -> list[float]:
+        table, own = torch.zeros(3, 2), torch.full((3,), group.rank() + 1.0)
+        group.all_gather(list(table.unbind(1)), own)  # one column for each rank
+        nothing = torch.zeros(0)
+        group.all_gather([nothing, nothing], nothing)
+        got = torch.zeros(1)
+        group.scatter(got, [torch.ones(1)] * 2 if group.rank() == 0 else None)
+        return [*table.flatten().tolist(), got.item()]
+
+    assert run_ranks(2, one_rank) == [[1.0, 2.0] * 3 + [1.0]] * 2

@@ -322,11 +322,19 @@ EXPORT void pl_free(Engine *e) {
     free(e);
 }
 
-/* How far rank r is: the operation it entered last, and its description. */
+/* How far rank r is: the operation it entered last, and its description. It may go on meanwhile, and write the
+ * same record for the operation after the next; then this looks again, but not for ever at a rank that lies. */
 EXPORT uint64_t pl_position(Engine *e, int r, Call *call) {
     if (!come_in(e, CLOSING)) return 0;
-    uint64_t seq = atomic_load(&control(e, r)->progress) >> 24;
-    *call = control(e, r)->call[seq & 1];
+    Control *c = control(e, r);
+    uint64_t seq = atomic_load(&c->progress) >> 24;
+    for (int looks = 0; looks < 1000; looks++) {
+        *call = c->call[seq & 1];
+        atomic_thread_fence(memory_order_acquire);
+        uint64_t now = atomic_load(&c->progress) >> 24;
+        if (now == seq) break;
+        seq = now;
+    }
     go_out(e);
     return seq;
 }

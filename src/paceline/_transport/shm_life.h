@@ -148,7 +148,7 @@ static void *map_segment(int fd, uint64_t bytes, int own) {
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) free(m);
     else {
-        if (!own) madvise(at, bytes, MADV_DONTFORK);
+        if (!own) madvise(at, bytes, MADV_DONTFORK), madvise(at, bytes, MADV_DONTDUMP); /* in its owner's core file */
         *m = (Mapping){.next = mappings, .at = at, .bytes = bytes, .own = own, .fd = own ? fd : -1};
         mappings = m;
     }

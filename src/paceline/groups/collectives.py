@@ -31,7 +31,7 @@ from ..recorder.events import now
 from .checks import Checker
 from .dense import make_dense, scale
 from .engine import Call, Engine, Kind, factor_of, reduction_of
-from .overlap import keep_apart
+from .overlap import keep_apart, refuse_shared
 from .strict import agree
 from .traffic import Traffic
 from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
@@ -475,6 +475,8 @@ class Collectives(ProcessGroup):
         self._checker.check(call)
         nbytes = call.nbytes
         self.traffic.note(kind, nbytes)
+        if len(call.outputs) > 1 and self._moves:
+            refuse_shared(kind, call.outputs, self._rank)
         finisher = make_dense(call, self._rank)
         if call.outputs is not call.inputs and call.outputs and call.inputs and self._moves:
             keep_apart(call, self._rank, self._size)
@@ -566,12 +568,26 @@ class Collectives(ProcessGroup):
         op: Any = None,
     ) -> TorchWork:
         asynchronous = async_op is None or async_op
+        calls = list(calls)
+        self._check_all(calls, op)
         works: list[TorchWork] = []
         results: list[Tensor] = []
         for kind, inputs, outputs in calls:
             works.append(self._do(kind, inputs, outputs, timeout, asynchronous, op))
             results.extend(outputs)
         return Together(works, results, self._watcher) if asynchronous else FINISHED
+
+    def _check_all(
+        self, calls: Sequence[tuple[Any, Sequence[Tensor], Sequence[Tensor]]], op: Any
+    ) -> None:
+        """Before the first of them is sent: what is wrong with the last is wrong with all."""
+        reduction = "" if op is None else reduction_of(op)
+        reduction = "sum" if reduction == "premul_sum" else reduction
+        for kind, inputs, outputs in calls:
+            self._checker.check(Call(kind, inputs, outputs, reduction))
+        if self._moves and calls:
+            taken = [tensor for _, _, outputs in calls for tensor in outputs]
+            refuse_shared(calls[0][0], taken, self._rank)
 
     def _sparse_all_reduce(self, tensor: Tensor, op: Any, timeout: Any) -> TorchWork:
         """Sum sparse tensors: their entries are gathered and added, whatever their number."""

@@ -1,4 +1,7 @@
-"""Inputs of a collective that lie where its outputs are written.
+"""Tensors of one collective that lie in the same memory.
+
+**Two outputs** are refused: which of the two results would stay there depends on the engine and on
+time. **Inputs** may lie where outputs are written.
 
 Other ranks may still read an input, or an engine may not have sent it yet, when the first output
 is written over it. Such inputs are copied first. Where a rank's own part stays in its place (the
@@ -15,7 +18,32 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..errors import CollectiveArgumentError
 from .engine import Call
+
+
+def refuse_shared(kind: str, outputs: Sequence[Tensor], rank: int) -> None:
+    """Raise if two of ``outputs`` share memory; of strided ones, only if they are the same."""
+    places: dict[object, int] = {}
+    dense: list[tuple[int, int, int]] = []
+    for i, tensor in enumerate(outputs):
+        if not tensor.nbytes:
+            continue
+        start = tensor.data_ptr()
+        first = places.setdefault((start, tensor.shape, tensor.stride()), i)
+        if first != i:
+            _refuse(kind, rank, first, i)
+        if tensor.is_contiguous():
+            dense.append((start, start + tensor.nbytes, i))
+    dense.sort()
+    for (_, end, i), (start, _, j) in itertools.pairwise(dense):
+        if start < end:
+            _refuse(kind, rank, *sorted((i, j)))
+
+
+def _refuse(kind: str, rank: int, first: int, second: int) -> None:
+    expected, found = "memory of its own", f"that of outputs[{first}]"
+    raise CollectiveArgumentError(rank, kind, f"outputs[{second}]", expected, found)
 
 
 def keep_apart(call: Call, rank: int, size: int) -> None:

@@ -125,7 +125,10 @@ class Work(TorchWork):
             self._ended = True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether ``wait`` would return at once; then results are where they belong, too."""
+        if not self._ended and self._finishers and self._poll():
+            with contextlib.suppress(Exception):  # whoever waits gets it
+                self.wait()
         return self._ended or self._poll()
 
     def is_success(self) -> bool:
@@ -196,6 +199,20 @@ class Wrapped(Work):
 
     def source_rank(self) -> int:
         return int(source_rank(self._inner))
+
+
+class Timed(Wrapped):
+    """The same for work that could not be told its timeout, which counts from now."""
+
+    def __init__(
+        self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher, seconds: float
+    ) -> None:
+        super().__init__(inner, outputs, watcher)
+        self._until = time.monotonic() + seconds
+
+    def _block(self, seconds: float | None) -> bool:
+        left = max(self._until - time.monotonic(), 0.001)
+        return super()._block(left if seconds is None else min(left, seconds))
 
 
 class Together(Work):

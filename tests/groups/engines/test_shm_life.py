@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import threading
 
 import pytest
@@ -157,3 +158,20 @@ def end_an_interpreter(meeting: Meeting, turn: int) -> int | str:
 def test_the_interpreter_ends_in_peace_with_a_daemon_thread_in_a_collective() -> None:
     for turn in range(4):
         assert spawn_ranks(2, end_an_interpreter, turn) == [0, "PeerLeftError"]
+
+
+# -- core files -----------------------------------------------------------------------------------
+
+
+def mappings_in_a_core_file(meeting: Meeting) -> tuple[int, int]:
+    with meeting.new_group("shm") as group:
+        group.barrier()
+        with open("/proc/self/smaps") as file:
+            parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", file.read(), flags=re.MULTILINE)
+        ours = [part.split("VmFlags:")[1].split() for part in parts if "memfd:paceline" in part]
+        group.barrier()
+    return len(ours), sum("dd" not in flags for flags in ours)
+
+
+def test_a_core_file_has_the_memory_of_its_own_rank_alone() -> None:
+    assert spawn_ranks(3, mappings_in_a_core_file) == [(3, 1)] * 3

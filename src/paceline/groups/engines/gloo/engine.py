@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from ...._torch.c10d import lend, number_calls, set_default_kind
 from ....errors import UnexpectedOptionError
 from ...engine import Call, Capabilities
-from ...work import Together
+from ...work import Timed, Together
 from .. import integer_mean
 from ..torch_engine import BITWISE, TorchEngine
 from .pair import Pair
@@ -25,6 +25,7 @@ _REDUCES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8}
     | {torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128}
 )
+_MESSAGES = frozenset({"send", "recv", "gather", "scatter"})  # as messages; see _to_and_fro
 _OUR_TAG = 0x70616365  # of messages that stand in for a gather or a scatter
 _COPIED = 64 * 1024  # bytes; gloo's gather copies more than that twice where broadcasts do not
 
@@ -66,7 +67,18 @@ class GlooEngine(TorchEngine):
                 call.reduction = instead.get(call.reduction, call.reduction)
         if self._pair is not None and self._pair.takes(call):
             return self._pair.start(call)
-        return super().start(call)
+        work = super().start(call)
+        if call.kind in _MESSAGES:  # torch's cannot be told a timeout
+            return Timed(work, call.outputs or call.inputs, self.watcher, call.timeout)
+        return work
+
+    def _reduce(self, call: Call) -> TorchWork:
+        """Into the root's tensor alone: gloo uses those of other ranks as room."""
+        if self.inner.rank() == call.root:
+            return super()._reduce(call)
+        room = [t.clone() for t in call.outputs]
+        instead = Call("reduce", room, room, call.reduction, call.root, timeout=call.timeout)
+        return self._then(super()._reduce(instead), call.outputs)
 
     def _all_gather_single(self, call: Call) -> TorchWork:
         # By size alone: whether a rank's input is its row already is not the same on all ranks.
@@ -137,6 +149,7 @@ class GlooEngine(TorchEngine):
 
     _START: ClassVar[dict[str, Callable[[Any, Call], TorchWork]]] = {
         **TorchEngine._START,
+        "reduce": _reduce,
         "all_gather_single": _all_gather_single,
         "gather": _gather,
         "scatter": _scatter,

@@ -1,0 +1,103 @@
+"""What a call promises, whichever engine does it: checked first, done when it says so, in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from paceline import Group
+from paceline.errors import CollectiveTypeError
+from paceline.groups import Work
+from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.marks import needs_shm
+
+BACKENDS = [pytest.param("shm", marks=needs_shm), "gloo"]
+LONG = 60.0  # seconds: nothing here takes so long unless it hangs
+
+
+# -- several calls in one ---------------------------------------------------------------------
+
+
+def test_nothing_is_sent_when_one_of_several_tensors_cannot_be() -> None:
+    def one_rank(group: Group) -> list[float]:
+        first, second = torch.ones(2), torch.ones(2)
+        with pytest.raises(CollectiveTypeError):
+            group.all_reduce_coalesced([first, "second"])  # type: ignore[list-item]
+        with pytest.raises(CollectiveTypeError):
+            group.all_reduce([second, None])  # type: ignore[list-item]
+        group.all_reduce_coalesced([first]).wait()  # all are at the same call
+        return [*first.tolist(), *second.tolist()]
+
+    assert run_ranks(2, one_rank) == [[2.0, 2.0, 1.0, 1.0]] * 2
+
+
+# -- done is done -----------------------------------------------------------------------------
+
+
+def see_the_end(meeting: Meeting, backend: str) -> list[list[float]]:
+    with meeting.new_group(backend, timeout=timedelta(seconds=LONG)) as group:
+        seen = []
+        for start in (_all_reduce, _all_to_all, _hooked):
+            columns = torch.zeros(4, 6)[:, ::2]  # contiguous it is not
+            work = start(group, columns)
+            until = time.monotonic() + LONG
+            while not work.is_completed():
+                assert time.monotonic() < until
+                time.sleep(0.001)  # there is no event: to ask again is the point
+            seen.append(columns.unique().tolist())
+            work.wait()
+        return seen
+
+
+def _all_reduce(group: Group, columns: torch.Tensor) -> Work:
+    columns.fill_(group.rank() + 1)
+    return group.all_reduce(columns, async_op=True)
+
+
+def _all_to_all(group: Group, columns: torch.Tensor) -> Work:
+    return group.all_to_all_single(columns, torch.full((4, 3), 7.0), async_op=True)
+
+
+def _hooked(group: Group, columns: torch.Tensor) -> Work:
+    group.register_hooks(after=lambda call: columns.add_(1))
+    return _all_reduce(group, columns)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_are_in_place_when_a_work_says_that_it_is_completed(backend: str) -> None:
+    assert spawn_ranks(2, see_the_end, backend) == [[[3.0], [7.0], [4.0]]] * 2
+
+
+# -- timeouts of one call ---------------------------------------------------------------------
+
+SLOW: dict[str, Callable[[Group, torch.Tensor], object]] = {
+    "gather": lambda g, t: g.gather([t, torch.zeros(3)], torch.ones(3), 0, timeout=0.2),
+    "scatter": lambda g, t: g.scatter(t, None, 1, timeout=0.2),
+    "recv": lambda g, t: g.recv(t, 1, timeout=0.2),
+    "started recv": lambda g, t: g.recv(t, 1, timeout=0.2, async_op=True).wait(),
+    "started gather": lambda g, t: g.gather(
+        [t, torch.zeros(3)], torch.ones(3), 0, timeout=0.2, async_op=True
+    ).wait(),
+}
+
+
+def wait_in_vain(meeting: Meeting, kind: str, backend: str) -> bool:
+    group = meeting.new_group(backend, timeout=timedelta(seconds=4 * LONG))
+    group.barrier()
+    if meeting.rank == 1:
+        meeting.store().wait(["gave up"], timedelta(seconds=4 * LONG))
+        return True
+    with pytest.raises((RuntimeError, TimeoutError), match=r"[Tt]imed out"):
+        SLOW[kind](group, torch.zeros(3))
+    meeting.store().set("gave up", "yes")
+    return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_call_has_the_timeout_that_it_was_given(kind: str, backend: str) -> None:
+    assert all(spawn_ranks(2, wait_in_vain, kind, backend, deadline=LONG))
