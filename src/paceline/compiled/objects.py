@@ -8,7 +8,8 @@ all groups of the same rank and size, and a group never gets what was made for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FunctionType
 
 from torch.distributed import HashStore
 
@@ -16,24 +17,6 @@ from .._torch import dynamo, opaque
 from .._torch.opaque import Seen
 from ..groups import Group, current_process_group, new_group, process_group
 from . import current, functions, traced
-
-# What runs in eager mode, whole, when it is called between two graphs.
-EAGER = (
-    "_do",
-    "_do_all",
-    "_sparse_all_reduce",
-    "all_gather_object",
-    "broadcast_object",
-    "gather_object",
-    "scatter_object",
-    "monitored_barrier",
-    "split",
-    "merge",
-    "reconfigure",
-    "register",
-    "abort",
-    "shutdown",
-)
 
 
 def _guarded(group: Group) -> Sequence[object]:
@@ -47,11 +30,25 @@ def members() -> dict[str, Seen]:
     be traced is only a graph break.
     """
     group = new_group("fake", store=HashStore(), rank=0, world_size=1)
-    ours = [c for c in Group.__mro__ if c.__module__.startswith("paceline.")]
-    names = [n for c in ours for n in vars(c) if not n.startswith("__")]
+    names = [n for c in _classes() for n in vars(c) if not n.startswith("__")]
     names += [*vars(group), "group_name", "group_desc"]
     folded = ("rank", "size", "getRank", "getSize", "__eq__", "__ne__")
     return {**dict.fromkeys(names, Seen.TRACED), **dict.fromkeys(folded, Seen.FOLDED)}
+
+
+def _classes() -> list[type]:
+    return [c for c in Group.__mro__ if c.__module__.startswith("paceline.")]
+
+
+def _functions() -> Iterator[FunctionType]:
+    """All methods of a Group. Called between two graphs, each runs in eager mode, whole.
+
+    Torch's C++ calls them there too, that of its own wrapper for instance, and must get a work that
+    it knows: Dynamo would take such a call for a frame to compile.
+    """
+    for found in (value for c in _classes() for value in vars(c).values()):
+        if isinstance(found, FunctionType):
+            yield found
 
 
 def offer_groups() -> str:
@@ -61,8 +58,8 @@ def offer_groups() -> str:
     traced.define_operators(opaque.name_as_input(Group, members(), _guarded))
     for name, instead in (("_do", traced.traced_do), ("_do_all", traced.traced_do_all)):
         dynamo.trace_instead(getattr(Group, name), instead)
-    for name in EAGER:
-        dynamo.never_trace(getattr(Group, name))
+    for function in _functions():
+        dynamo.never_trace(function)
     dynamo.trace_instead(current_process_group, current.traced_current_process_group)
     dynamo.trace_instead(process_group, current.traced_process_group)
     functions.offer_functions()

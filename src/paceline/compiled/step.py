@@ -96,10 +96,10 @@ class Step:
     def _step(self, batch: Sequence[Any], *, last: bool) -> Tensor:
         if self.ddp.replica.is_first_of(self.settings.accumulate):
             self._drop_grads()
-        inputs, _ = self.ddp.traced.begin_forward(*batch)
+        inputs = self._wire.begin_step(batch)
         if last:
             self._turns.before()
-            self._wire.first = self._turns.after
+            self._wire.before_sending(self._turns.after)
         if not self.reason and (reason := reasons.now(self.ddp, self._binding.params)):
             self._fall_back_now(reason)
         loss = None if self.reason else self._try_compiled(inputs, last)
@@ -140,9 +140,7 @@ class Step:
             binding.whole(self._compile), *binding.arguments(), *inputs
         )
         self._turns.after()
-        self.ddp.traced.end_forward(loss)
-        self.ddp.replica.expect_no_backward()
-        self._wire.reducer.handed.graph_ended()
+        self._wire.end_step(loss)
         self._conclude(kept, used)
         return loss
 
@@ -151,7 +149,7 @@ class Step:
         binding.settle()
         loss: Tensor
         loss, grads = self._run(binding.gathering(self._compile), *inputs)
-        self.ddp.traced.end_forward(loss)
+        self._wire.end_forward(loss)
         count = len(self._wire.reducer.params)
         self._wire.reducer.handed.gather(grads[:count])
         for param, grad in zip(binding.params[count:], grads[count:], strict=True):
@@ -221,7 +219,7 @@ class Step:
         except BaseException as error:
             self.ddp.replica.forward_failed(error)
             raise
-        self.ddp.traced.end_forward(loss)
+        self._wire.end_forward(loss)
         loss.backward()
         if last:
             self._binding.look()
@@ -236,7 +234,7 @@ class Step:
         self.optimizer.step()
 
     def _fall_back(self, reason: str) -> None:
-        rank = self.ddp.replica.group.rank()
+        rank = self._wire.rank
         if self.settings.fullgraph:
             raise ModuleArgumentError(
                 f"rank {rank}: train_step(fullgraph=True): {reason}. The other ranks are told so "
@@ -247,5 +245,4 @@ class Step:
         self._tell("steps are done in eager mode", reason)
 
     def _tell(self, what: str, reason: str) -> None:
-        rank = self.ddp.replica.group.rank()
-        log.warning("rank %d: train_step: %s: %s", rank, what, reason)
+        log.warning("rank %d: train_step: %s: %s", self._wire.rank, what, reason)

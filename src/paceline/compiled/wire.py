@@ -1,4 +1,4 @@
-"""Wire: what a graph does with a wrapper's reducer, and the operators by which it does so.
+"""Wire: a wrapper as compiled code reaches it, and the operators by which a graph does so.
 
 Gradients are given to the reducer, which copies them into its buckets and sends off those that are
 complete; then all is waited for. So the collectives of a compiled step are those of an eager one:
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,11 +30,11 @@ _wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()
 
 
 class Wire:
-    """One rank's wrapper, as a graph reaches it."""
+    """What compiled code needs of one rank's wrapper: its module, its reducer, and its forwards."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self.first: Callable[[], None] = _nothing  # called before anything is sent
+        self._first: Callable[[], None] = _nothing  # called before anything is sent
         self._gathered: dict[int, Tensor] = {}  # gradients of a pass that is not averaged
 
     @property
@@ -63,18 +64,49 @@ class Wire:
         """The memory of the buckets."""
         return [bucket.buffer for bucket in self.reducer.buckets]
 
+    @property
+    def rank(self) -> int:
+        """This rank, in the wrapper's group."""
+        return self.reducer.group.rank()
+
+    # -- around a step ------------------------------------------------------------------------
+
+    def begin_step(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """What the wrapper does before a forward; returns the batch, on its device."""
+        inputs: Sequence[Any]
+        inputs, _ = self.ddp.traced.begin_forward(*batch)
+        return inputs
+
+    def before_sending(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, before the next graph hands anything over."""
+        self._first = callback
+
+    def end_forward(self, loss: Tensor) -> None:
+        """The step has a loss, and its gradients come later, or are only gathered."""
+        self.ddp.traced.end_forward(loss)
+
+    def end_step(self, loss: Tensor) -> None:
+        """The step has a loss, and its gradients were averaged with it."""
+        self.ddp.traced.end_forward(loss)
+        self.ddp.replica.expect_no_backward()
+        self.reducer.handed.graph_ended()
+
     # -- a step that is one graph -------------------------------------------------------------
 
     def launch(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over."""
-        self.first()
+        self._say_first()
         self.reducer.handed.take(numbers, grads)
 
     def settle(self, given: Sequence[Tensor]) -> None:
         """Wait for the averages, and see to it that ``given`` holds them."""
-        self.first()
+        self._say_first()
         self.reducer.handed.average()
         _fill(given, self.buffers())
+
+    def _say_first(self) -> None:
+        first, self._first = self._first, _nothing
+        first()
 
     # -- a wrapper whose forward and backward are a graph each --------------------------------
 
