@@ -27,6 +27,7 @@ from paceline.errors import (
     ModuleStateError,
     PeerError,
     RanksFailedError,
+    WrapperMismatchError,
 )
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -592,3 +593,42 @@ def test_a_wrapper_that_is_no_longer_used_leaves_nothing_behind() -> None:
     held = [reference for rank in run_ranks(2, one_rank) for reference in rank]
     gc.collect()
     assert [reference() for reference in held] == [None] * 6
+
+
+# -- arguments that differ by rank ----------------------------------------------------------------
+
+DIFFERING: dict[str, dict[str, Any]] = {
+    "bucket_cap_mb": {"bucket_cap_mb": 25},
+    "bucket_cap_mb_list": {"bucket_cap_mb_list": [1, 2]},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
+    "forward_sync_buffers": {"forward_sync_buffers": False},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_arguments_that_differ_are_an_error_on_every_rank_that_names_them(name: str) -> None:
+    def one_rank(group: Group) -> WrapperMismatchError:
+        given = DIFFERING[name] if group.rank() == 1 else {}
+        with pytest.raises(WrapperMismatchError) as caught:
+            DistributedDataParallel(nn.BatchNorm1d(2), process_group=group, **given)
+        return caught.value
+
+    for rank, error in enumerate(run_ranks(3, one_rank)):
+        assert (error.rank, error.other) == (rank, 1)
+        ours, theirs = error.arguments[name]
+        assert ours != theirs
+        assert f"{name} is {ours} on rank 0 and {theirs} on rank 1" in str(error)
+
+
+def test_views_of_buckets_may_differ_by_rank() -> None:
+    def one_rank(group: Group) -> list[float]:
+        given = {"gradient_as_bucket_view": False} if group.rank() else {}
+        model = DistributedDataParallel(nn.Linear(2, 1), process_group=group, **given)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 2), group.rank() + 1.0)).sum().backward()
+        return model.module.weight.grad.flatten().tolist()
+
+    assert run_ranks(2, one_rank) == [[1.5, 1.5]] * 2

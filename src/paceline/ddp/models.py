@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import foreach
-from ..errors import ModelMismatchError
+from ..errors import ModelMismatchError, WrapperMismatchError
 from ..groups import Group
+from ..policies import MIB, Reduction
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -24,12 +26,31 @@ def describe(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def verify(group: Group, lines: Sequence[str], device: torch.device) -> None:
-    """Raise on every rank, naming what differs, unless all ranks have the same ``lines``.
+def arguments(policy: Reduction, *, syncs_buffers: bool) -> dict[str, str]:
+    """What a wrapper was given that must be the same on every rank, by torch's names."""
+    caps = policy.caps
+    chosen = caps.first_bucket_bytes_cap >= caps.bucket_bytes_cap
+    sizes = [f"{cap / MIB:g}" for cap in caps.per_bucket_bytes_caps]
+    return {
+        "bucket_cap_mb": f"{caps.bucket_bytes_cap / MIB:g}" if chosen else "None",
+        "bucket_cap_mb_list": f"[{', '.join(sizes)}]" if sizes else "None",
+        "find_unused_parameters": str(policy.find_unused),
+        "static_graph": str(policy.static_graph),
+        "skip_all_reduce_unused_params": str(policy.skip_unused),
+        "mixed_precision": f"reduced as {policy.dtype}" if policy.dtype else "None",
+        "forward_sync_buffers": str(syncs_buffers),
+    }
+
+
+def verify(
+    group: Group, lines: Sequence[str], given: Mapping[str, str], device: torch.device
+) -> None:
+    """Raise on every rank, naming what differs, unless all have the same ``lines`` and ``given``.
 
     One small all-gather when all is well.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    words = [*(f"{name}={value}" for name, value in given.items()), *lines]
+    digest = hashlib.sha256("\n".join(words).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(gathered, mine)
@@ -37,8 +58,11 @@ def verify(group: Group, lines: Sequence[str], device: torch.device) -> None:
     other = next((r for r in range(group.size()) if not digests[r].equal(digests[0])), None)
     if other is None:
         return
-    models = group.all_gather_object(list(lines))
-    raise ModelMismatchError(group.rank(), other, differences(models[0], models[other]))  # type: ignore[arg-type]
+    found: Any = group.all_gather_object([list(lines), dict(given)])
+    (model, ours), (another, theirs) = found[0], found[other]
+    if wrong := {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}:
+        raise WrapperMismatchError(group.rank(), other, wrong)
+    raise ModelMismatchError(group.rank(), other, differences(model, another))
 
 
 def differences(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ from . import pending
 from .buffers import Buffers
 from .frozen import LetGo
 from .logging_data import Times
-from .models import broadcast, describe, verify
+from .models import arguments, broadcast, describe, verify
 from .structure import tensors_in
 from .sync_batchnorm import adopt, own_group
 
@@ -108,6 +108,7 @@ class Replica:
         self._passes_before = 0  # the forward that ran last
         self._let_go = LetGo({}, group.rank())
         self._all = {n: p for n, p in module.named_parameters() if n not in self.ignored}
+        self._given = arguments(policy, syncs_buffers=forward_buffers and bool(self.buffers))
         if init_sync:
             self.verify()
             self.broadcast(0, buffers=init_buffers)
@@ -119,9 +120,9 @@ class Replica:
     # -- the ranks' models --------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Raise on every rank unless all have the same parameters in the same order."""
+        """Raise on every rank unless all wrap the same parameters, in the same order and way."""
         with events.calls_for(self.group.board, COMPARISON):
-            verify(self.group, describe(self._all), self.group.device)
+            verify(self.group, describe(self._all), self._given, self.group.device)
 
     def broadcast(self, root: int, *, buffers: bool = True) -> None:
         """Give every rank the root's parameters and buffers."""

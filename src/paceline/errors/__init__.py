@@ -32,6 +32,7 @@
     │   ├── ModuleStateError       …a module that it cannot wrap                (RuntimeError)
     │   └── ModuleTypeError        …of a wrong type                             (TypeError)
     ├── ModelMismatchError         ranks have different models                  (RuntimeError)
+    ├── WrapperMismatchError       ranks wrap them with different arguments     (RuntimeError)
     ├── ReplicatedTwiceError       a module is replicated already               (AssertionError)
     ├── PeerError                  another rank failed and said why             (RuntimeError)
     ├── CommHookError              a communication hook returned nonsense       (RuntimeError)
@@ -100,6 +101,7 @@ from .ddp import (
     ThawedParameterError,
     UnfinishedReductionError,
     UnweighableError,
+    WrapperMismatchError,
 )
 from .groups import (
     BackendTakenError,
@@ -231,4 +233,5 @@ __all__ = [
     "UnsupportedParametersError",
     "UnweighableError",
     "WaitTimeoutError",
+    "WrapperMismatchError",
 ]

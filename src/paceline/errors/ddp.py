@@ -58,6 +58,26 @@ class ModelMismatchError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class WrapperMismatchError(PacelineError, RuntimeError):
+    """The ranks of a group wrap their models with different arguments."""
+
+    rank: int
+    other: int
+    arguments: Mapping[str, tuple[str, str]]  # by name: what rank 0 gave and what ``other`` gave
+
+    def __str__(self) -> str:
+        given = [
+            f"{name} is {ours} on rank 0 and {theirs} on rank {self.other}"
+            for name, (ours, theirs) in self.arguments.items()
+        ]
+        return (
+            f"rank {self.rank}: the arguments of DistributedDataParallel differ between ranks: "
+            f"{some_of(given, '; ')}. They decide what is sent, and when. Every rank raises this. "
+            "Give the same on every rank."
+        )
+
+
+@dataclass(eq=False)
 class PeerError(PacelineError, RuntimeError):
     """Another rank failed while this one worked with it, and said why."""
 
