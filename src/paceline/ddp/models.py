@@ -60,8 +60,13 @@ def verify(
         return
     found: Any = group.all_gather_object([list(lines), dict(given)])
     (model, ours), (another, theirs) = found[0], found[other]
-    if wrong := {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}:
-        raise WrapperMismatchError(group.rank(), other, wrong)
+    if ours != theirs:
+        given = {
+            name: f"{ours[name]} on rank 0 and {theirs[name]} on rank {other}"
+            for name in ours
+            if ours[name] != theirs[name]
+        }
+        raise WrapperMismatchError(group.rank(), other, given)
     raise ModelMismatchError(group.rank(), other, differences(model, another))
 
 

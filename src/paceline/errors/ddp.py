@@ -63,13 +63,10 @@ class WrapperMismatchError(PacelineError, RuntimeError):
 
     rank: int
     other: int
-    arguments: Mapping[str, tuple[str, str]]  # by name: what rank 0 gave and what ``other`` gave
+    arguments: Mapping[str, str]  # by name: what rank 0 gave and what ``other`` gave
 
     def __str__(self) -> str:
-        given = [
-            f"{name} is {ours} on rank 0 and {theirs} on rank {self.other}"
-            for name, (ours, theirs) in self.arguments.items()
-        ]
+        given = [f"{name} is {what}" for name, what in self.arguments.items()]
         return (
             f"rank {self.rank}: the arguments of DistributedDataParallel differ between ranks: "
             f"{some_of(given, '; ')}. They decide what is sent, and when. Every rank raises this. "
