@@ -2,10 +2,12 @@
 
 A graph says what depends on what; when each thing runs is up to the compiler. A launch has to run
 as soon as its last gradient is there, so that buckets travel while the backward pass goes on, and
-all are awaited last. :func:`launch_early` puts the nodes of a graph in that order. Inductor may
-still change it where that needs less memory (``reorder_for_peak_memory``, which is left on): a
-launch lets go of the gradients that it is given, so a late one would need more, and launches stay
-between the matrix products. ``tests/compiled/test_schedule.py`` reads that from generated code.
+all are awaited last. :func:`launch_early` puts each launch right behind the last gradient that it
+needs. Where that gradient itself is computed is Inductor's choice, before our pass (it moves what
+has one use next to it: ``reorder_for_locality``) and after it (``reorder_for_peak_memory``); both
+are left on. In a chain of layers launches come out between the matrix products of the backward
+pass; in transformers many weights' gradients, and so their launches, come out behind it.
+``tests/compiled/test_schedule.py`` reads the order from generated code.
 """
 
 from __future__ import annotations
