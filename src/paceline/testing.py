@@ -421,7 +421,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Report:
+class _RankReport:
     """How a rank ended: with a failure, or with a result. What is bytes is pickled."""
 
     when: float
@@ -430,7 +430,7 @@ class _Report:
     error: bytes = b""
 
 
-_SILENT = _Report(0.0)  # of a rank that has not reported
+_SILENT = _RankReport(0.0)  # of a rank that has not reported
 
 
 # In the rank's process.
@@ -451,14 +451,14 @@ def _run(plan: _Plan, rank: int, reports: Connection, output: Sequence[Connectio
     reports.send_bytes(pickle.dumps(_call(plan, rank)))
 
 
-def _call(plan: _Plan, rank: int) -> _Report:
+def _call(plan: _Plan, rank: int) -> _RankReport:
     try:
         fn, args = pickle.loads(plan.call)
         result = fn(Meeting(rank, plan.size, str(Path(plan.folder, "store"))), *args)
-        return _Report(time.monotonic(), result=pickle.dumps(result))
+        return _RankReport(time.monotonic(), result=pickle.dumps(result))
     except BaseException as error:  # SystemExit too: a rank that returns nothing has failed
         when = time.monotonic()
-        return _Report(when, failure=_in_words(error), error=_pickle_error(error))
+        return _RankReport(when, failure=_in_words(error), error=_pickle_error(error))
 
 
 def _pickle_error(error: BaseException) -> bytes:
@@ -479,7 +479,7 @@ class _Rank:
     process: ForkServerProcess
     reports: Connection  # closed when there is nothing more to come
     stack_path: Path
-    report: _Report = _SILENT
+    report: _RankReport = _SILENT
     ended: bool = False
 
     def signs(self) -> list[Connection | int]:
@@ -502,7 +502,7 @@ class _Rank:
         """Settle that it failed, and add the stack that it has left, if any."""
         stack = self.stack_path.read_text(errors="replace") if self.stack_path.exists() else ""
         text = f"{why}. Its stack:\n{stack}" if stack else f"{why}."
-        self.report = _Report(time.monotonic(), failure=text)
+        self.report = _RankReport(time.monotonic(), failure=text)
 
     def result(self) -> Any:
         return pickle.loads(self.report.result) if self.report.result else None

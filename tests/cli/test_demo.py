@@ -23,9 +23,9 @@ from paceline.cli.demo import tasks as demo_tasks
 from paceline.cli.demo.command import _run, _tell_what_auto_picks, busy_note, summary
 from paceline.cli.demo.compare import Comparison
 from paceline.cli.demo.gpt import CharGPT, columns_of, loss_of, losses_of, squared_relu, write
-from paceline.cli.demo.pace import EVERY, Clock, Pace
-from paceline.cli.demo.rank import Ending, Plan, Trainer
-from paceline.cli.demo.talk import Checked, Listener, Message, Stage, Teller, Tick
+from paceline.cli.demo.pace import EVERY, Pace, TrainingClock
+from paceline.cli.demo.rank import DemoPlan, Trainer, TrainingOutcome
+from paceline.cli.demo.talk import Checked, Message, Stage, TalkListener, Teller, Tick
 from paceline.cli.demo.tasks import TASKS, GptTask
 from paceline.cli.demo.text import Batch, batches, cut, load_library, to_numbers, to_text
 from paceline.groups import Availability, Group, capabilities
@@ -63,7 +63,7 @@ def test_a_run_of_few_steps_does_not_spend_them_all_on_warming_up() -> None:
 
 def test_all_ranks_read_the_clock_of_rank_0() -> None:
     def progress(group: Group) -> list[float]:
-        clock = Clock(group, Pace(math.inf, 1e-9 if group.rank() == 0 else 1e9))
+        clock = TrainingClock(group, Pace(math.inf, 1e-9 if group.rank() == 0 else 1e9))
         clock.pace = Pace(math.inf, 100.0)
         clock._began -= 50.0 + group.rank()
         return [clock.progress(step) for step in range(EVERY + 1)]
@@ -170,7 +170,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
             arrived.set()
 
     sent = [tick(), Checked(3, 1.5), Stage("done")]
-    with Listener(hear) as listener, Teller(listener.address) as teller:
+    with TalkListener(hear) as listener, Teller(listener.address) as teller:
         for message in sent:
             teller.tell(message)
         assert arrived.wait(30)
@@ -178,7 +178,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
 
 
 def test_a_rank_that_tells_a_process_that_is_gone_fails() -> None:
-    with Listener(lambda message: None) as listener:
+    with TalkListener(lambda message: None) as listener:
         address = listener.address
     with Teller(address) as teller, pytest.raises(ConnectionRefusedError):
         teller.tell(tick())
@@ -188,13 +188,13 @@ def test_ranks_can_go_on_telling_when_what_they_tell_can_no_longer_be_shown() ->
     def fail(message: Message) -> None:
         raise BrokenPipeError
 
-    with Listener(fail) as listener, Teller(listener.address) as teller:
+    with TalkListener(fail) as listener, Teller(listener.address) as teller:
         for _ in range(1000):
             teller.tell(Stage("next"))  # would wait for ever if nobody took them
 
 
 def test_a_tick_that_nobody_takes_holds_no_rank_up() -> None:
-    listener = Listener(lambda message: None)  # never entered: it takes nothing
+    listener = TalkListener(lambda message: None)  # never entered: it takes nothing
     with Teller(listener.address) as teller:
         for _ in range(5000):
             teller.tell(tick())
@@ -205,7 +205,7 @@ def test_a_tick_that_nobody_takes_holds_no_rank_up() -> None:
 
 
 def test_the_board_adds_up_the_ranks_and_finds_the_slow_one() -> None:
-    board = live.Board("title", "loss", 2)
+    board = live.Scoreboard("title", "loss", 2)
     for seconds, samples in ((1.0, 10), (2.0, 30)):
         board.hear(tick(0, samples=samples, seconds=seconds, loss=1.0))
         board.hear(tick(1, samples=samples, seconds=seconds, loss=3.0, own_seconds=0.2, waiting=0))
@@ -226,7 +226,7 @@ def test_a_curve_keeps_its_shape_in_one_line() -> None:
 
 
 def test_the_page_shows_progress_loss_speed_waiting_and_each_rank() -> None:
-    board = live.Board("a title", "held-out loss", 2)
+    board = live.Scoreboard("a title", "held-out loss", 2)
     console = Console(file=io.StringIO(), width=100)
     console.print(live.page(board))  # before anything has happened
     for rank in (0, 1):
@@ -243,7 +243,7 @@ def test_the_page_shows_progress_loss_speed_waiting_and_each_rank() -> None:
 
 @pytest.mark.parametrize("width", [44, 80, 200])
 def test_the_page_shows_the_whole_curve_and_title_however_wide_the_terminal_is(width: int) -> None:
-    board = live.Board(f"paceline demo: {GptTask.title}", GptTask.measure, 2)
+    board = live.Scoreboard(f"paceline demo: {GptTask.title}", GptTask.measure, 2)
     for step in range(300):
         board.hear(tick(step=step, loss=float(300 - step)))
     for step in range(8):
@@ -262,7 +262,7 @@ def test_the_page_shows_the_whole_curve_and_title_however_wide_the_terminal_is(w
 
 
 def test_a_run_of_one_step_has_a_speed() -> None:
-    board = live.Board("title", "loss", 1)
+    board = live.Scoreboard("title", "loss", 1)
     board.hear(tick(step=1, samples=8, seconds=2.0))
     board.hear(tick(step=1, samples=8, seconds=4.0, progress=1.0))
     assert board.samples_per_second() == 2.0
@@ -270,8 +270,8 @@ def test_a_run_of_one_step_has_a_speed() -> None:
 
 def test_where_there_is_no_terminal_it_says_a_line_at_each_stage_and_at_the_end() -> None:
     out = io.StringIO()
-    view = live.open_view(live.Board("a title", "loss", 2), out)
-    assert isinstance(view, live.Lines)
+    view = live.open_view(live.Scoreboard("a title", "loss", 2), out)
+    assert isinstance(view, live.PlainView)
     for message in (tick(), tick(step=11), tick(1), tick(step=12, progress=1.0), Stage("next")):
         view.hear(message)
     view.close()
@@ -294,8 +294,8 @@ def test_in_a_terminal_the_page_is_drawn_in_place_and_stays_at_the_end(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = Terminal()
-    view = live.open_view(live.Board("a title", "loss", 2), out)
-    assert isinstance(view, live.Screen)
+    view = live.open_view(live.Scoreboard("a title", "loss", 2), out)
+    assert isinstance(view, live.PageView)
     for message in (tick(), tick(1), Stage("comparing")):
         view.hear(message)
     view.close()
@@ -309,7 +309,9 @@ def test_a_terminal_that_cannot_draw_over_what_it_shows_gets_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(live.open_view(live.Board("a title", "loss", 2), Terminal()), live.Lines)
+    assert isinstance(
+        live.open_view(live.Scoreboard("a title", "loss", 2), Terminal()), live.PlainView
+    )
 
 
 # -- training on threads ----------------------------------------------------------------------
@@ -362,7 +364,7 @@ def test_training_ends_after_the_asked_steps_and_lowers_the_loss() -> None:
 
 
 def test_the_summary_names_ranks_engine_speed_and_loss() -> None:
-    ending = Ending("shm", 291456, 800, 12800, 40.0, 4.841, 1.597, 0.021, "", None)
+    ending = TrainingOutcome("shm", 291456, 800, 12800, 40.0, 4.841, 1.597, 0.021, "", None)
     text = summary(TASKS["gpt"], ending, 2)
     for part in ("291,456 parameters", "800 steps on 2 ranks over shm", "320 samples/s", "2.1%"):
         assert part in text
@@ -442,7 +444,7 @@ def test_a_rank_that_fails_ends_the_demo_with_its_own_error(
 ) -> None:
     import typer
 
-    plan = Plan("gpt", "no such engine", 1, Pace(1, math.inf), False, str(tmp_path), "")
+    plan = DemoPlan("gpt", "no such engine", 1, Pace(1, math.inf), False, str(tmp_path), "")
     with pytest.raises(typer.Exit) as ended:
         _run(plan, 1)
     assert ended.value.exit_code == 1

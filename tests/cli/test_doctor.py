@@ -11,7 +11,7 @@ import pytest
 from paceline.cli import main
 from paceline.cli.doctor import command
 from paceline.cli.doctor.advice import advise, pick, version_of
-from paceline.cli.doctor.facts import Facts, gather, launchers_in, settings_in
+from paceline.cli.doctor.facts import MachineFacts, gather, launchers_in, settings_in
 from paceline.cli.doctor.machine import (
     Cores,
     Host,
@@ -33,9 +33,9 @@ needs_shm = pytest.mark.skipif(
 )
 
 
-def healthy() -> Facts:
+def healthy() -> MachineFacts:
     """A machine on which nothing is to be changed."""
-    return Facts(
+    return MachineFacts(
         paceline="0.1",
         torch="2.13.0+cpu",
         python="3.11.7",

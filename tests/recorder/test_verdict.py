@@ -4,7 +4,7 @@ import pytest
 
 from paceline.recorder.account import Account, Spot, Told, Went
 from paceline.recorder.peers import Silence
-from paceline.recorder.verdict import Case, Kind, Verdict, first_skipped, judge, same
+from paceline.recorder.verdict import Case, Trouble, Verdict, first_skipped, judge, same
 
 
 def call(number: int, operation: str = "all_reduce", count: int = 4, **more: object) -> Told:
@@ -43,7 +43,7 @@ LOADER = Spot("data.py:17", "batches", "row = queue.get()")
 def test_a_rank_that_has_not_made_the_call_is_missing_at_its_line() -> None:
     behind = account(1, *HISTORY, user=LOADER)
     found = verdict(r1=behind, r2=account(2, *HISTORY, LATE))
-    assert (found.kind, found.rank) == (Kind.ELSEWHERE, 1)
+    assert (found.kind, found.rank) == (Trouble.ELSEWHERE, 1)
     assert found.text == (
         "rank 0 has waited 12.3 s in all_reduce SUM of float32[4] (call 5 of the group "
         "gloo:0,1,2), called at train.py:5. Rank 1 is missing: it is at data.py:17 in batches "
@@ -55,7 +55,7 @@ def test_a_rank_that_has_not_made_the_call_is_missing_at_its_line() -> None:
 def test_a_rank_that_compiles_is_said_to_compile() -> None:
     compiles = account(1, *HISTORY, user=LOADER, doing="compiles its first step")
     found = verdict(r1=compiles, r2=account(2, *HISTORY, LATE))
-    assert (found.kind, found.rank) == (Kind.BUSY, 1)
+    assert (found.kind, found.rank) == (Trouble.BUSY, 1)
     assert "Rank 1 compiles its first step: it is at data.py:17 in batches" in found.text
     assert "missing" not in found.text
     assert found.text.endswith("All go on when it is done.")
@@ -64,11 +64,11 @@ def test_a_rank_that_compiles_is_said_to_compile() -> None:
 def test_a_rank_that_failed_in_the_same_call_is_not_to_blame_for_another() -> None:
     failed = account(1, *HISTORY, call(5, error="PeerDiedError"), ended="its process has ended")
     found = verdict(r1=failed, r2=Silence.ENDED)
-    assert (found.kind, found.rank) == (Kind.ENDED, 2)
+    assert (found.kind, found.rank) == (Trouble.ENDED, 2)
     found = verdict(r1=failed, r2=account(2, *HISTORY, user=LOADER))
-    assert (found.kind, found.rank) == (Kind.ELSEWHERE, 2)
+    assert (found.kind, found.rank) == (Trouble.ELSEWHERE, 2)
     found = verdict(r1=failed, r2=account(2, *HISTORY, LATE, inside=True))
-    assert (found.kind, found.rank) == (Kind.ENDED, 1), "if there is nobody else"
+    assert (found.kind, found.rank) == (Trouble.ENDED, 1), "if there is nobody else"
 
 
 def test_ranks_that_the_engine_named_are_looked_at_first() -> None:
@@ -112,7 +112,7 @@ def test_ranks_are_called_as_the_job_counts_them_and_the_groups_number_is_added(
 def test_the_first_call_that_differs_is_named_though_later_ones_are_awaited() -> None:
     other = call(3, "broadcast", 9, root=0, line="eval.py:8")
     found = verdict(r1=account(1, *HISTORY[:2], other, HISTORY[3], LATE))
-    assert (found.kind, found.rank) == (Kind.DIFFERS, 1)
+    assert (found.kind, found.rank) == (Trouble.DIFFERS, 1)
     assert "Call 3 of the group is not the same on all ranks" in found.text
     assert "rank 0 called all_reduce SUM of float32[4] at train.py:3" in found.text
     assert "rank 1 called broadcast root 0 of float32[9] at eval.py:8" in found.text
@@ -141,17 +141,17 @@ def test_ranks_may_gather_different_amounts() -> None:
 def test_a_rank_that_is_gone_is_named_with_its_last_call() -> None:
     gone = account(1, *HISTORY, ended="its process has ended with KeyError at a.py:3: 'x'")
     found = verdict(r1=gone)
-    assert (found.kind, found.rank) == (Kind.ENDED, 1)
+    assert (found.kind, found.rank) == (Trouble.ENDED, 1)
     assert "ended with KeyError at a.py:3" in found.text
     assert "the last call it made is number 4, all_reduce SUM of float32[4], at train.py:4" in (
         found.text
     )
-    assert verdict(r1=Silence.ENDED).kind is Kind.ENDED
+    assert verdict(r1=Silence.ENDED).kind is Trouble.ENDED
 
 
 def test_a_rank_that_left_the_group_is_named_with_the_line_of_its_leaving() -> None:
     found = verdict(r1=account(1, *HISTORY, closed="train.py:99"))
-    assert (found.kind, found.rank) == (Kind.LEFT, 1)
+    assert (found.kind, found.rank) == (Trouble.LEFT, 1)
     assert "it has left the group, at train.py:99" in found.text
 
 
@@ -169,20 +169,20 @@ def test_a_rank_that_finished_the_call_and_ended_afterwards_is_not_to_blame() ->
 
 def test_a_rank_that_does_not_answer_is_named_when_no_other_is_to_blame() -> None:
     found = verdict(r1=Silence.MUTE)
-    assert (found.kind, found.rank) == (Kind.SILENT, 1)
+    assert (found.kind, found.rank) == (Trouble.SILENT, 1)
     assert verdict(r1=Silence.MUTE, r2=account(2, *HISTORY, user=LOADER)).rank == 2
-    assert verdict(r1=Silence.UNKNOWN).kind is Kind.SILENT
+    assert verdict(r1=Silence.UNKNOWN).kind is Trouble.SILENT
 
 
 def test_a_rank_that_started_the_call_and_went_elsewhere_is_named() -> None:
     found = verdict(r1=account(1, *HISTORY, LATE, user=LOADER, inside=False))
-    assert (found.kind, found.rank) == (Kind.ELSEWHERE, 1)
+    assert (found.kind, found.rank) == (Trouble.ELSEWHERE, 1)
     assert "has started the call and not waited for it: it is at data.py:17" in found.text
 
 
 def test_nobody_is_blamed_when_all_wait_in_the_same_call() -> None:
     found = verdict(r1=account(1, *HISTORY, LATE, inside=True))
-    assert (found.kind, found.rank) == (Kind.NOBODY, -1)
+    assert (found.kind, found.rank) == (Trouble.NOBODY, -1)
 
 
 def test_a_message_waits_for_the_rank_it_comes_from() -> None:
@@ -225,7 +225,7 @@ def test_an_evaluation_on_one_rank_is_no_skipped_backward() -> None:
     assert first_skipped(steps(True, True, True), alone, last=True) is None
     behind = account(1, *HISTORY, user=LOADER, steps=steps(True, True, False))
     case = Case(account(0, LATE, steps=steps(True, False, True)), LATE, "g", 1.0)
-    assert judge(case, {1: behind}).kind is Kind.ELSEWHERE, "who waits has skipped nothing"
+    assert judge(case, {1: behind}).kind is Trouble.ELSEWHERE, "who waits has skipped nothing"
 
 
 def test_what_all_ranks_skip_is_not_skipped() -> None:
@@ -241,5 +241,5 @@ def test_a_skipped_backward_explains_a_difference() -> None:
         (Case(theirs, other, "g", 1.0), {0: mine}),
     ):
         found = judge(case, said)
-        assert (found.kind, found.rank) == (Kind.SKIPPED, 1)
+        assert (found.kind, found.rank) == (Trouble.SKIPPED, 1)
         assert "Rank 1 skipped a backward pass: the forward of step 2 at train.py:12" in found.text

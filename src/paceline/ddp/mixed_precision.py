@@ -84,7 +84,7 @@ class Caster:
         self.policy = _MixedPrecision.of(policy)
         self._root: Callable[[], nn.Module | None] = weakref.ref(module)
         self._ignored_names = frozenset(ignored_names)
-        self._swaps: list[_Swap] = []  # a call inside another has its own
+        self._swaps: list[_ParameterSwap] = []  # a call inside another has its own
         self._cast_buffers(module)
         if self.policy.param_dtype is not None:
             self._mark(module, self.policy.param_dtype)
@@ -126,7 +126,7 @@ class Caster:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         elif not self._is_recomputed(module):
             return None
-        self._swaps.append(_Swap(module, dtype, self._ignored(root)))
+        self._swaps.append(_ParameterSwap(module, dtype, self._ignored(root)))
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
@@ -192,7 +192,7 @@ def _take_off(module: nn.Module, chosen: Callable[[Caster], bool]) -> None:
                     flags.pop(key, None)
 
 
-class _Swap:
+class _ParameterSwap:
     """Low-precision copies in the place of the parameters of ``module``, until :meth:`undo`."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, ignored: Collection[int]) -> None:

@@ -14,7 +14,7 @@ class PacelineError(Exception):
         return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
 
 
-class Explanation(Protocol):
+class AwaitedExplanation(Protocol):
     """What will be known of an error's cause soon; ``recorder/explain.py`` has the real one."""
 
     @property
@@ -34,9 +34,9 @@ class ExplainedError(PacelineError):
     The recorder asks the other ranks meanwhile and fills in the fields that it knows best.
     """
 
-    _explanation: Explanation | None = None
+    _explanation: AwaitedExplanation | None = None
 
-    def explained_by(self, explanation: Explanation) -> None:
+    def explained_by(self, explanation: AwaitedExplanation) -> None:
         """Tell the error who fills in its fields."""
         self._explanation = explanation
 

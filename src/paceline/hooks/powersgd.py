@@ -72,16 +72,18 @@ def _prepare(
     group: ProcessGroup,
     layout: LowRankPlan,
     numbers: Sequence[int],
-) -> "_Exchange":
+) -> "_PowerSGDExchange":
     """All that is taken from the state's counters, which go on before the job runs."""
     state.count(layout, last=bucket.is_last())
     seeds = [state.seed_for(number) for number in numbers]
     state.maybe_increase_iter(bucket)
-    return _Exchange(state, group, layout, numbers, seeds, getattr(bucket, "weight", 1.0) or 1.0)
+    return _PowerSGDExchange(
+        state, group, layout, numbers, seeds, getattr(bucket, "weight", 1.0) or 1.0
+    )
 
 
 @dataclass
-class _Exchange:
+class _PowerSGDExchange:
     """One bucket's way."""
 
     state: PowerSGDState

@@ -32,7 +32,7 @@ _ROOM = 1021  # bytes of a note; an odd number, so that hardly any other gather 
 _LONGEST = 600  # bytes of its message
 
 
-class Note(msgspec.Struct, frozen=True, tag="paceline.join.note"):
+class PartingNote(msgspec.Struct, frozen=True, tag="paceline.join.note"):
     """What a rank that leaves tells the others."""
 
     rank: int
@@ -41,13 +41,15 @@ class Note(msgspec.Struct, frozen=True, tag="paceline.join.note"):
     echo: bool  # it failed only because another rank had
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, step: int, echo: bool) -> Note:
+    def of(cls, error: BaseException, rank: int, step: int, echo: bool) -> PartingNote:
         """Note down ``error``, cut to a length that fits."""
         text = f"{type(error).__name__}: {error}".encode()[:_LONGEST].decode(errors="ignore")
         return cls(rank, step, text, echo)
 
 
-_NOTES = msgspec.msgpack.Decoder(Note)  # by the thread that imports; see _transport/agreement.py
+_NOTES = msgspec.msgpack.Decoder(
+    PartingNote
+)  # by the thread that imports; see _transport/agreement.py
 
 
 class Parting(Protocol):
@@ -58,7 +60,7 @@ class Parting(Protocol):
     def is_echo(self, error: BaseException) -> bool:
         """Whether ``error`` may be there only because another rank failed."""
 
-    def exchange(self, note: Note) -> Sequence[Note]:
+    def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
         """Give ``note`` to the others and return theirs, as far as they can be had."""
 
 
@@ -84,7 +86,7 @@ class Alone:
         """Never: nobody could be told apart."""
         return False
 
-    def exchange(self, note: Note) -> Sequence[Note]:
+    def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
         """Have nothing."""
         return ()
 
@@ -105,7 +107,7 @@ class ByGather:
             for e in chain(error)
         )
 
-    def exchange(self, note: Note) -> Sequence[Note]:
+    def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
         """Gather all notes; blocks until every rank is here."""
         own = bytearray(msgspec.msgpack.encode(note).ljust(_ROOM, b"\0"))
         while True:
@@ -137,9 +139,9 @@ class ByStore:
         found = list(chain(error))
         return any(isinstance(e, dist.DistError) or self._backend in str(e).lower() for e in found)
 
-    def exchange(self, note: Note) -> Sequence[Note]:
+    def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
         """Read what is there, then leave the own; nobody waits."""
-        notes: list[Note] = []
+        notes: list[PartingNote] = []
         with suppress(RuntimeError):  # a store may live in the process that is gone
             for rank in range(self._size):
                 if self._store.check([str(rank)]):
@@ -159,5 +161,5 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or found.__context__
 
 
-def _read(data: bytes) -> Note:
+def _read(data: bytes) -> PartingNote:
     return _NOTES.decode(data.rstrip(b"\0"))

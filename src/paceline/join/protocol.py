@@ -46,7 +46,7 @@ from ..errors import (
 )
 from ..groups import group_to_call
 from ..recorder import events
-from .parting import Alone, Note, Parting, chain, parting_of
+from .parting import Alone, Parting, PartingNote, chain, parting_of
 
 _MANY = 1000  # steps that a rank may stand in for before it says so
 
@@ -313,7 +313,7 @@ class Join:
         told = any(isinstance(e, PeerError) for e in chain(error))  # by the pass it failed in
         echo = told or self._parting.is_echo(error)
         self._tell_hooks("answer_others")  # some may wait for this rank in another group
-        notes = self._parting.exchange(Note.of(error, rank, step, echo))
+        notes = self._parting.exchange(PartingNote.of(error, rank, step, echo))
         self._together = self._parting.meets and bool(notes)
         failed = [note for note in notes if note.rank != rank and not note.echo]
         if echo and failed:

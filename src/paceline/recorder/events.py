@@ -33,7 +33,7 @@ _get_ident = threading.get_ident
 Names = Callable[[int], Sequence[str]]
 
 
-class Call(Protocol):
+class CallFacts(Protocol):
     """What a call on a group tells of itself; ``groups/engine.py`` has the real one."""
 
     kind: Any
@@ -210,7 +210,7 @@ class Board:
             return self.label
         return f"{self.backend}:{','.join(map(str, self.members)) if self.size <= 8 else self.size}"
 
-    def begin(self, call: Call, nbytes: int) -> Entry:
+    def begin(self, call: CallFacts, nbytes: int) -> Entry:
         """A call is about to be made."""
         entry = Entry()
         entry.board, entry.kind = self, call.kind

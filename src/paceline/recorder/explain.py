@@ -41,7 +41,7 @@ class Found:
 Find = Callable[[], Found]
 
 
-class Phase(Enum):
+class SearchPhase(Enum):
     """Life of an explanation, in order."""
 
     SOUGHT = auto()  # the other ranks are being asked
@@ -58,7 +58,7 @@ class Explanation:
         self._process = os.getpid()
         self._began = time.monotonic()
         self._ended = 0.0
-        self._phase = Phase.SOUGHT
+        self._phase = SearchPhase.SOUGHT
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._found = Found()
@@ -67,7 +67,7 @@ class Explanation:
     @property
     def printed(self) -> bool:
         """Whether it has been printed on its own, so that no text needs to repeat it."""
-        return self._phase is Phase.PRINTED
+        return self._phase is SearchPhase.PRINTED
 
     @property
     def text(self) -> str:
@@ -94,8 +94,8 @@ class Explanation:
         if os.getpid() != self._process:  # a forked child, where nobody seeks, and the lock may be
             return  # somebody's who is not there
         with self._lock:
-            if self._phase is Phase.SOUGHT:
-                self._phase = Phase.MISSED
+            if self._phase is SearchPhase.SOUGHT:
+                self._phase = SearchPhase.MISSED
 
     def attach(self, error: BaseException) -> None:
         """Let ``error`` have it, now or when it is found."""
@@ -105,7 +105,7 @@ class Explanation:
                 _fill_in(error, self._found)
             error.explained_by(self)
         else:  # torch's, which has no field for it
-            error.args = (_Text(error.args[0] if error.args else "", self), *error.args[1:])
+            error.args = (_GrowingText(error.args[0] if error.args else "", self), *error.args[1:])
 
     def seek(self) -> None:
         """Find it, hand it to the errors, and print it if one of them was in words before."""
@@ -113,11 +113,11 @@ class Explanation:
         with contextlib.suppress(Exception):  # what cannot be found out must not harm the rank
             found = self._find()
         with self._lock:
-            self._found, missed = found, self._phase is Phase.MISSED
+            self._found, missed = found, self._phase is SearchPhase.MISSED
             for held in self._errors:
                 if (error := held()) is not None:
                     _fill_in(error, found)
-            self._phase = Phase.PRINTED if missed and self.text else Phase.FOUND
+            self._phase = SearchPhase.PRINTED if missed and self.text else SearchPhase.FOUND
         if self.printed:
             with contextlib.suppress(Exception):  # stderr may be closed by now
                 sys.stderr.write(f"paceline: {self.text}\n")  # whole, so that ranks do not mix
@@ -189,12 +189,12 @@ class Explanations:
             explanation.wait(max(0.0, until - time.monotonic()))
 
 
-class _Text(str):
+class _GrowingText(str):
     """The text of an error of torch's, which says more once more is known."""
 
     explanation: Explanation
 
-    def __new__(cls, text: object, explanation: Explanation) -> _Text:
+    def __new__(cls, text: object, explanation: Explanation) -> _GrowingText:
         made = super().__new__(cls, text)
         made.explanation = explanation
         return made

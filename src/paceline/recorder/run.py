@@ -55,7 +55,7 @@ class BucketPass(msgspec.Struct, frozen=True, omit_defaults=True):
     waited: Seconds = 0.0  # 0: nobody had to wait
 
 
-class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One pass of a wrapped model; it lasts until the next one's forward begins."""
 
     number: Count
@@ -77,7 +77,7 @@ class RankLog(msgspec.Struct, frozen=True):
     torch: str
     paceline: str
     clock_offset: Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]  # to be on rank 0's clock
-    steps: Annotated[list[Step], _EVENTS]
+    steps: Annotated[list[StepRecord], _EVENTS]
     buckets: Annotated[list[BucketPass], _EVENTS]
     collectives: Annotated[list[Collective], _EVENTS]
     notes: Annotated[list[str], _EVENTS] = []  # verdicts and warnings, in words

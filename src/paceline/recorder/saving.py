@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from . import clocks, events
-from .run import BucketPass, Collective, RankLog, Step, write_log
+from .run import BucketPass, Collective, RankLog, StepRecord, write_log
 
 RECORD = "PACELINE_RECORD"  # the folder that every rank saves to at its end
 
@@ -89,8 +89,8 @@ def seconds(time: int, shift: int) -> float:
     return (time + shift) / 1e9 if time else 0.0
 
 
-def _step(entry: events.StepEntry, shift: int) -> Step:
-    return Step(
+def _step(entry: events.StepEntry, shift: int) -> StepRecord:
+    return StepRecord(
         entry.number,
         seconds(entry.forward_began, shift),
         seconds(entry.forward_ended or entry.forward_began, shift),

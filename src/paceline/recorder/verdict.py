@@ -27,7 +27,7 @@ _UNEVEN = frozenset(
 )
 
 
-class Kind(Enum):
+class Trouble(Enum):
     """What is wrong."""
 
     DIFFERS = auto()  # two ranks made different calls
@@ -44,7 +44,7 @@ class Kind(Enum):
 class Verdict:
     """Who, what, and a paragraph that says so."""
 
-    kind: Kind
+    kind: Trouble
     rank: int  # whose doing it is; -1: nobody's
     text: str
 
@@ -83,10 +83,10 @@ def judge(case: Case, said: Said) -> Verdict:
         parts = (_opening(case), why, _waiting(case, said, rank), _then(kind, case.over))
         return Verdict(kind, rank, " ".join(part for part in parts if part))
     why = "All ranks have made this call, and none has finished it: the wire is slow, or broken."
-    return Verdict(Kind.NOBODY, -1, f"{_opening(case)} {why}")
+    return Verdict(Trouble.NOBODY, -1, f"{_opening(case)} {why}")
 
 
-Finding = tuple[Kind, int, str]
+Finding = tuple[Trouble, int, str]
 
 
 def _blame(case: Case, said: Said) -> Finding | None:
@@ -117,7 +117,7 @@ def _differing(case: Case, said: Said) -> Finding | None:
         f"at {place(theirs.line)}."
     )
     other = dict(_accounts(said))[rank]
-    return skip_between(case.mine, other, why, case.members) or (Kind.DIFFERS, rank, why)
+    return skip_between(case.mine, other, why, case.members) or (Trouble.DIFFERS, rank, why)
 
 
 def skip_between(
@@ -139,7 +139,7 @@ def _skip(
         f"of step {step.number} at {place(step.line)} was followed by none there, and by one on "
         f"{rank_name(members, ran.rank)}."
     )
-    return Kind.SKIPPED, skipped.rank, text
+    return Trouble.SKIPPED, skipped.rank, text
 
 
 def _gone(case: Case, said: Said) -> Finding | None:
@@ -149,7 +149,7 @@ def _gone(case: Case, said: Said) -> Finding | None:
     ended = [rank for rank, what in sorted(said.items()) if what is Silence.ENDED]
     if ended:
         who = _sentence(case.name(ended[0]))
-        return Kind.ENDED, ended[0], f"{who} will not come: its process is gone."
+        return Trouble.ENDED, ended[0], f"{who} will not come: its process is gone."
     return None
 
 
@@ -162,7 +162,7 @@ def _failed_too(case: Case, said: Said) -> Finding | None:
 
 
 def _departed(case: Case, account: Account) -> Finding:
-    kind, rank = Kind.ENDED if account.ended else Kind.LEFT, account.rank
+    kind, rank = Trouble.ENDED if account.ended else Trouble.LEFT, account.rank
     how = account.ended or f"it has left the group, at {account.closed}"
     why = f"{_sentence(case.name(rank))} will not come: {how}{_last_call(account)}."
     return skip_between(case.mine, account, why, case.members) or (kind, rank, why)
@@ -208,9 +208,9 @@ def _behind(case: Case, said: Said) -> Finding | None:
         where += f" It has made {first.made} of {case.call.sequence} calls."
     where += _missing_too(case, others)
     if first.doing:
-        return Kind.BUSY, first.rank, where
+        return Trouble.BUSY, first.rank, where
     skipped = _skip(case.mine, first, where, case.members, last=False)
-    return skipped or (Kind.ELSEWHERE, first.rank, where)
+    return skipped or (Trouble.ELSEWHERE, first.rank, where)
 
 
 def _absence(case: Case, account: Account, too: str = "") -> str:
@@ -248,14 +248,14 @@ def _silent(case: Case, said: Said) -> Finding | None:
                 f"{_sentence(case.name(rank))} does not answer: its process is stopped, or in a "
                 "call that lets no other Python thread run, or its host is out of reach."
             )
-            return Kind.SILENT, rank, why
+            return Trouble.SILENT, rank, why
     for rank, what in sorted(said.items()):
         if what is Silence.UNKNOWN:
             why = (
                 f"Nothing is known of {case.name(rank)}: it records nothing, or has not made this "
                 "group."
             )
-            return Kind.SILENT, rank, why
+            return Trouble.SILENT, rank, why
     return None
 
 
@@ -267,7 +267,7 @@ def _busy(case: Case, said: Said) -> Finding | None:
                 f"{_sentence(case.name(rank))} has started the call and not waited for it: "
                 f"{_whereabouts(account)}."
             )
-            return Kind.ELSEWHERE, rank, why
+            return Trouble.ELSEWHERE, rank, why
     return None
 
 
@@ -352,17 +352,17 @@ def _waiting(case: Case, said: Said, culprit: int) -> str:
     return f"{'Rank' if len(others) == 1 else 'Ranks'} {ranks} wait{'s' * (len(others) == 1)} too."
 
 
-def _then(kind: Kind, over: bool) -> str:
-    if over and kind in (Kind.ELSEWHERE, Kind.BUSY):
+def _then(kind: Trouble, over: bool) -> str:
+    if over and kind in (Trouble.ELSEWHERE, Trouble.BUSY):
         return ""
     return {
-        Kind.DIFFERS: "Every rank must make the same calls in the same order with equal sizes.",
-        Kind.ENDED: "Look at the output of that process; the others cannot go on without it.",
-        Kind.LEFT: "A rank that leaves must not be waited for: give all ranks the same number of "
-        "steps, or train inside paceline.Join.",
-        Kind.SKIPPED: "Run backward on every rank in every step, or train inside paceline.Join.",
-        Kind.BUSY: "All go on when it is done.",
-        Kind.ELSEWHERE: "If it is only slow, all go on when it comes.",
-        Kind.SILENT: "Look whether that process lives.",
-        Kind.NOBODY: "",
+        Trouble.DIFFERS: "Every rank must make the same calls in the same order with equal sizes.",
+        Trouble.ENDED: "Look at the output of that process; the others cannot go on without it.",
+        Trouble.LEFT: "A rank that leaves must not be waited for: give all ranks the same number "
+        "of steps, or train inside paceline.Join.",
+        Trouble.SKIPPED: "Run backward on every rank in every step, or train inside paceline.Join.",
+        Trouble.BUSY: "All go on when it is done.",
+        Trouble.ELSEWHERE: "If it is only slow, all go on when it comes.",
+        Trouble.SILENT: "Look whether that process lives.",
+        Trouble.NOBODY: "",
     }[kind]

@@ -32,7 +32,7 @@ from .explain import Explanations, Find, Found
 from .peers import peers
 from .saving import RECORD, save_all
 from .threads import finish_asking, forget_threads
-from .verdict import Case, Kind, Verdict, judge, place, skip_between
+from .verdict import Case, Trouble, Verdict, judge, place, skip_between
 
 WARN_AFTER = 10.0  # seconds
 TIMES_THE_USUAL = 5
@@ -177,7 +177,7 @@ class Watch:
         if age < self._threshold(entry):
             return
         verdict = self.explain(entry)
-        if verdict.kind is Kind.NOBODY and age < PATIENT * self.warning_time():
+        if verdict.kind is Trouble.NOBODY and age < PATIENT * self.warning_time():
             return
         if not _runs(entry):  # it came while we asked
             return
@@ -258,7 +258,7 @@ class Watch:
 
         def find() -> Found:
             verdict = judge(case, self.peers.hear(board, range(board.size)))
-            return _noted(board, "" if verdict.kind is Kind.NOBODY else verdict.text)
+            return _noted(board, "" if verdict.kind is Trouble.NOBODY else verdict.text)
 
         return find
 

@@ -4,8 +4,8 @@ import io
 import os
 import sys
 
-from paceline.cli.run.lines import IDLE, Lines, Piece
-from paceline.cli.run.screen import Bar, Reader, Screen
+from paceline.cli.run.lines import IDLE, Piece, RankLines
+from paceline.cli.run.screen import Bar, OutputReader, Screen
 
 
 class Terminal(io.StringIO):
@@ -22,7 +22,7 @@ def bar(text: str) -> Piece:
 
 
 def test_lines_come_whole_however_they_were_written() -> None:
-    lines = Lines()
+    lines = RankLines()
     assert list(lines.feed(b"on", 0)) == []
     assert list(lines.feed(b"e\ntwo\r\n\nthr", 0)) == [over("one"), over("two"), over("")]
     assert list(lines.rest()) == [over("thr")]
@@ -30,7 +30,7 @@ def test_lines_come_whole_however_they_were_written() -> None:
 
 
 def test_a_letter_cut_in_the_middle_is_put_together() -> None:
-    lines = Lines()
+    lines = RankLines()
     data = "naïve\n".encode()
     assert list(lines.feed(data[:3], 0)) == []
     assert list(lines.feed(data[3:], 0)) == [over("naïve")]
@@ -38,14 +38,14 @@ def test_a_letter_cut_in_the_middle_is_put_together() -> None:
 
 
 def test_a_progress_bar_is_text_to_be_overwritten_and_ends_as_a_line() -> None:
-    lines = Lines()
+    lines = RankLines()
     assert list(lines.feed(b"\r 10%", 0)) == []
     assert list(lines.feed(b"\r 20%", 0)) == [bar(" 10%")]
     assert list(lines.feed(b"\r100%\n", 0)) == [bar(" 20%"), over("100%")]
 
 
 def test_text_without_an_end_is_shown_after_a_while_once() -> None:
-    lines = Lines()
+    lines = RankLines()
     assert list(lines.feed(b"(Pdb) ", 10.0)) == []
     assert list(lines.idle(10.0 + IDLE / 2)) == []
     assert list(lines.idle(10.0 + 1.5 * IDLE)) == [bar("(Pdb) ")]
@@ -54,7 +54,7 @@ def test_text_without_an_end_is_shown_after_a_while_once() -> None:
 
 
 def test_text_without_any_end_is_not_hoarded() -> None:
-    lines = Lines()
+    lines = RankLines()
     assert sum(len(piece.text) for piece in lines.feed(b"x" * 3_000_000, 0)) == 3_000_000
 
 
@@ -80,7 +80,7 @@ def test_output_that_cannot_be_written_is_told_once_and_stops_no_rank(
     os.mkfifo(pipe)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        reader = Reader()
+        reader = OutputReader()
         reader.add(str(pipe), rank=0, number=1)
         with pipe.open("w") as rank:
             for _ in range(10_000):  # more than a pipe holds: it is read to the end
@@ -94,7 +94,7 @@ def test_in_a_file_a_line_whose_writer_stalls_is_there_once(tmp_path, monkeypatc
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
     monkeypatch.setattr("paceline.cli.run.lines.IDLE", 0.0)
-    reader, pipes = Reader(), [tmp_path / "0", tmp_path / "1"]
+    reader, pipes = OutputReader(), [tmp_path / "0", tmp_path / "1"]
     for rank, pipe in enumerate(pipes):
         os.mkfifo(pipe)
         reader.add(str(pipe), rank, number=1)

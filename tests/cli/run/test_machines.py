@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from paceline.cli.run.meeting import Meeting, _listen
+from paceline.cli.run.meeting import MachineMeeting, _listen
 from paceline.cli.run.plan import Launch
 from paceline.errors import LaunchCountError, LaunchError, PortTakenError
 from tests.cli.launches import start
@@ -25,11 +25,11 @@ def machine(port: int, nodes: int = 2, rank: int | None = None) -> Launch:
 
 
 def together(*plans: Launch, timeout: timedelta = PATIENCE) -> list:
-    """What each machine's first meeting comes to: a Meeting, or the error it raised."""
+    """What each machine's first meeting comes to: a MachineMeeting, or the error it raised."""
 
-    def meet(plan: Launch) -> Meeting | Exception:
+    def meet(plan: Launch) -> MachineMeeting | Exception:
         try:
-            meeting = Meeting(plan, timeout)
+            meeting = MachineMeeting(plan, timeout)
             meeting.next_rendezvous()
         except LaunchError as error:
             return error
@@ -107,7 +107,7 @@ def test_a_port_of_another_program_is_told_soon_though_a_launcher_may_come_late(
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(PortTakenError, match="belongs to another program"):
-            Meeting(Launch(1, 2, 2, None, "127.0.0.1", port))
+            MachineMeeting(Launch(1, 2, 2, None, "127.0.0.1", port))
 
 
 def test_the_first_failure_is_agreed_on_and_a_consequence_waits_for_its_cause() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.cli.run.launch import Conduct
-from paceline.cli.run.on_ray import _Run
+from paceline.cli.run.on_ray import _RayRun
 from paceline.cli.run.ray_actor import RankProcess
 from tests.cli.run.test_ctrl_c import alive
 
@@ -51,14 +51,14 @@ class Ray:
 def begin(tmp_path) -> Iterator:
     actors: list[Actor] = []
 
-    def start(size: int, text: str, *words: str, **options: object) -> _Run:
+    def start(size: int, text: str, *words: str, **options: object) -> _RayRun:
         (tmp_path / "script.py").write_text(text)
         command = ["-c", "import sys; sys.argv.pop(0); exec(open(sys.argv[0]).read())"]
         for rank in range(size):
             actors.append(Actor([]))
             where = str(tmp_path / "script.py")
             actors[-1].start.remote([*command, where, *words], {"RANK": str(rank)}, "/").result(60)
-        return _Run(Ray(), actors, (), **options)
+        return _RayRun(Ray(), actors, (), **options)
 
     yield start
     for actor in actors:
@@ -108,7 +108,7 @@ while True:
 """
 
 
-def said_up(run: _Run) -> int:
+def said_up(run: _RayRun) -> int:
     """The process of rank 0, which has come so far that it listens to signals."""
     said = b""
     while b"\n" not in said:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.recorder.run import BucketPass, Collective, RankLog, Step, write_log
+from paceline.recorder.run import BucketPass, Collective, RankLog, StepRecord, write_log
 
 ZERO = 1_790_000_000.0  # a moment in 2026
 BUCKETS = (1_048_576, 6_291_456, 6_291_456, 2_621_440)  # bytes
@@ -47,7 +47,7 @@ def write_run(directory: Path, logs: Sequence[RankLog]) -> Path:
 class _Rank:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.steps: list[Step] = []
+        self.steps: list[StepRecord] = []
         self.buckets: list[BucketPass] = []
         self.calls: list[Collective] = []
         self.sequence = 0
@@ -130,5 +130,5 @@ def _passes(
         one.buckets.append(BucketPass(number, i, nbytes, filled, launches[i], ends[i], begins))
         one.call("all_reduce", nbytes, launches[i], ends[i], i)
     end = reached + 0.0001
-    one.steps.append(Step(number, now, forward, forward + 0.0002, end, waited))
+    one.steps.append(StepRecord(number, now, forward, forward + 0.0002, end, waited))
     return end

@@ -17,7 +17,7 @@ from paceline.recorder.report.words import (
     slow_sentence,
     waiting_sentence,
 )
-from paceline.recorder.run import BucketPass, Collective, RankLog, Step
+from paceline.recorder.run import BucketPass, Collective, RankLog, StepRecord
 from tests.recorder.report.runs import ZERO, made_up_run
 
 
@@ -107,20 +107,20 @@ def test_one_slow_rank_is_found_among_any_number(ranks: int) -> None:
 
 
 def test_a_step_lasts_until_the_next_forward_begins_and_the_last_one_is_left_out() -> None:
-    steps = [Step(n, float(n), n + 0.2, n + 0.3, n + 0.5, 0.1) for n in range(4)]
+    steps = [StepRecord(n, float(n), n + 0.2, n + 0.3, n + 0.5, 0.1) for n in range(4)]
     found = durations(log(0, steps=steps))
     assert [(step.number, lasted) for step, lasted in found] == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
 def test_a_pass_without_a_backward_is_not_a_step_of_training() -> None:
-    trained = Step(0, 0.0, 0.2, 0.3, 0.5)
-    judged = Step(1, 1.0, 1.4)
+    trained = StepRecord(0, 0.0, 0.2, 0.3, 0.5)
+    judged = StepRecord(1, 1.0, 1.4)
     found = durations(log(0, steps=[trained, judged, judged]))
     assert [step.number for step, _ in found] == [0]
 
 
 def test_the_only_step_lasts_until_its_averages_are_there() -> None:
-    ((_, lasted),) = durations(log(0, steps=[Step(0, 1.0, 1.2, 1.3, 1.75)]))
+    ((_, lasted),) = durations(log(0, steps=[StepRecord(0, 1.0, 1.2, 1.3, 1.75)]))
     assert lasted == pytest.approx(0.75)
 
 
@@ -199,7 +199,7 @@ def test_the_longest_waits_come_first_with_their_line_and_who_came_last() -> Non
 
 
 def test_a_long_call_of_the_users_own_is_among_the_waits() -> None:
-    steps = [Step(7, 1.0, 1.1, 1.2, 1.3)]
+    steps = [StepRecord(7, 1.0, 1.1, 1.2, 1.3)]
     slow = [
         log(0, collectives=[call(1, 2.0, 9.0)], steps=steps),
         log(1, collectives=[call(1, 8.5, 9.0)]),
@@ -259,7 +259,7 @@ def test_columns_add_up_to_the_times_they_came_from() -> None:
 
 
 def test_what_did_not_happen_is_marked_in_the_columns() -> None:
-    only_forward = Step(0, ZERO, ZERO + 1)
+    only_forward = StepRecord(0, ZERO, ZERO + 1)
     endless = call(1, ZERO + 2, 0.0)
     stuck = BucketPass(0, 0, 8, ZERO, ZERO + 1, 0.0)
     found = columns(

@@ -20,7 +20,7 @@ from paceline.recorder.report.facts import gather
 from paceline.recorder.report.page import SCRIPTS, page
 from paceline.recorder.report.read import Run
 from paceline.recorder.report.trace import trace
-from paceline.recorder.run import BucketPass, Collective, RankLog, Step
+from paceline.recorder.run import BucketPass, Collective, RankLog, StepRecord
 from tests.recorder.report.runs import made_up_run, write_run
 
 
@@ -138,7 +138,7 @@ NAME = st.text(max_size=8)
 
 def any_log(rank: int) -> st.SearchStrategy[RankLog]:
     """A log in which nothing need fit together."""
-    step = st.builds(Step, COUNT, MOMENT, MOMENT, MOMENT, MOMENT, st.floats(0, 60))
+    step = st.builds(StepRecord, COUNT, MOMENT, MOMENT, MOMENT, MOMENT, st.floats(0, 60))
     bucket = st.builds(BucketPass, COUNT, COUNT, COUNT, MOMENT, MOMENT, MOMENT, MOMENT)
     number = st.integers(-1, 5)
     call = st.builds(

@@ -27,8 +27,8 @@ from ..machine import cores, loopback
 
 if TYPE_CHECKING:
     from ...errors import RanksFailedError
-    from .rank import Ending, Plan
-    from .tasks import Task
+    from .rank import DemoPlan, TrainingOutcome
+    from .tasks import DemoTask
 
 MOST_RANKS = 16  # that it starts by itself; more would mostly import torch
 LIMIT = 64  # ranks of shm
@@ -138,9 +138,9 @@ def _plan(
     seconds: float | None,
     compare: bool,
     out: Path,
-) -> Plan:
+) -> DemoPlan:
     from .pace import Pace
-    from .rank import Plan
+    from .rank import DemoPlan
     from .tasks import TASKS
 
     task = TASKS[model]
@@ -149,10 +149,10 @@ def _plan(
     else:
         pace = Pace(task.steps, task.seconds)
     threads = max(1, cores() // ranks)
-    return Plan(model, backend, threads, pace, compare, str(out), "")
+    return DemoPlan(model, backend, threads, pace, compare, str(out), "")
 
 
-def _run(plan: Plan, ranks: int) -> Ending:
+def _run(plan: DemoPlan, ranks: int) -> TrainingOutcome:
     """Train on so many ranks; what goes wrong is told in one line."""
     from ...errors import RanksFailedError
 
@@ -165,18 +165,18 @@ def _run(plan: Plan, ranks: int) -> Ending:
         _tell_failure(error, Path(plan.folder))
 
 
-def _watch(plan: Plan, ranks: int) -> Ending:
+def _watch(plan: DemoPlan, ranks: int) -> TrainingOutcome:
     """Start the ranks, show what they tell, and wait for their end."""
     from ...testing import spawn_ranks
-    from .live import Board, open_view
+    from .live import Scoreboard, open_view
     from .rank import run_rank
-    from .talk import Listener
+    from .talk import TalkListener
     from .tasks import TASKS
 
     task = TASKS[plan.task]
-    view = open_view(Board(f"paceline demo: {task.title}", task.measure, ranks))
+    view = open_view(Scoreboard(f"paceline demo: {task.title}", task.measure, ranks))
     try:
-        with Listener(view.hear) as listener:
+        with TalkListener(view.hear) as listener:
             plan = replace(plan, address=listener.address)
             endings = spawn_ranks(ranks, run_rank, plan, deadline=LONGEST, env=_environment())
     finally:
@@ -218,7 +218,7 @@ def _tell_failure(error: RanksFailedError, out: Path) -> NoReturn:
     say.fail(text, code=1)
 
 
-def _tell(plan: Plan, ending: Ending, ranks: int, out: Path) -> None:
+def _tell(plan: DemoPlan, ending: TrainingOutcome, ranks: int, out: Path) -> None:
     from ... import recorder
     from .tasks import TASKS
 
@@ -242,7 +242,7 @@ def _print(text: str) -> None:
     print(text)
 
 
-def summary(task: type[Task], ending: Ending, ranks: int) -> str:
+def summary(task: type[DemoTask], ending: TrainingOutcome, ranks: int) -> str:
     """What was trained, how fast, and what it came to, in two sentences."""
     unit = f" {task.unit}" if task.unit else ""
     return (

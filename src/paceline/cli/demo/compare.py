@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ... import DistributedDataParallel
 from ...groups import Group
 from ...testing import Meeting
-from .tasks import Task
+from .tasks import DemoTask
 
 STEPS_PER_BLOCK = 5
 WARM_UP = 4  # steps; both wrappers lay out their buckets anew after the first
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compare(
-    meeting: Meeting, task: Task, model: nn.Module, group: Group, rounds: int
+    meeting: Meeting, task: DemoTask, model: nn.Module, group: Group, rounds: int
 ) -> Comparison:
     """Time both in two rounds or more; every rank calls it and gets the same answer."""
     with torch_group(meeting) as torchs:
@@ -94,7 +94,7 @@ def torch_group(meeting: Meeting) -> Iterator[dist.ProcessGroup | None]:
 class Way:
     """One wrapper, its optimizer and its batches."""
 
-    def __init__(self, task: Task, wrapper: nn.Module, group: Group) -> None:
+    def __init__(self, task: DemoTask, wrapper: nn.Module, group: Group) -> None:
         self.group, self.times, self.loss = group, list[float](), 0.0
         optimizer = task.optimizer(wrapper)
         for part in optimizer.param_groups:
@@ -119,7 +119,7 @@ class Way:
         return slowest, statistics.fmean(own[1] for own in every)
 
 
-def _step(task: Task, wrapper: nn.Module, optimizer: object, batch: object) -> float:
+def _step(task: DemoTask, wrapper: nn.Module, optimizer: object, batch: object) -> float:
     loss = task.loss(wrapper, batch)
     loss.backward()
     optimizer.step()  # type: ignore[attr-defined]

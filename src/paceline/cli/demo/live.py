@@ -1,6 +1,7 @@
 """How a training run looks while it goes on: a small page in a terminal, plain lines elsewhere.
 
-:class:`Board` takes in what the ranks tell and holds what is to be shown; it draws nothing itself.
+:class:`Scoreboard` takes in what the ranks tell and holds what is to be shown; it draws nothing
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NARROW, WIDE = 40, 100  # columns that the page is laid out for, at least and at
 ROWS = 16  # ranks that are listed
 
 
-class Board:
+class Scoreboard:
     """What the ranks have told so far."""
 
     def __init__(self, title: str, measure: str, ranks: int) -> None:
@@ -109,7 +110,7 @@ def shrink(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-def line(board: Board) -> str:
+def line(board: Scoreboard) -> str:
     """Where it is, in one line."""
     tick = board.lead
     text = (
@@ -120,10 +121,10 @@ def line(board: Board) -> str:
     return text + (f"  {board.measure} {board.checks[-1].value:.3f}" if board.checks else "")
 
 
-class Lines:
+class PlainView:
     """Plain lines every few seconds, for logs and pipes."""
 
-    def __init__(self, board: Board, stream: TextIO) -> None:
+    def __init__(self, board: Scoreboard, stream: TextIO) -> None:
         self.board, self._stream = board, stream
         self._due = 0.0
         self._say(board.title)
@@ -148,10 +149,10 @@ class Lines:
         print(text, file=self._stream, flush=True)
 
 
-class Screen:
+class PageView:
     """A page in the terminal that is drawn anew a few times a second."""
 
-    def __init__(self, board: Board, stream: TextIO) -> None:
+    def __init__(self, board: Scoreboard, stream: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -177,15 +178,15 @@ class Screen:
         return page(self.board, self._console.width)
 
 
-def open_view(board: Board, stream: TextIO | None = None) -> Screen | Lines:
+def open_view(board: Scoreboard, stream: TextIO | None = None) -> PageView | PlainView:
     """A page where ``stream`` is a terminal that can draw over what it shows, else lines."""
     stream = stream or sys.stdout
     unicode = (stream.encoding or "").lower().startswith("utf")
     draws = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return Screen(board, stream) if draws and unicode else Lines(board, stream)
+    return PageView(board, stream) if draws and unicode else PlainView(board, stream)
 
 
-def page(board: Board, width: int = WIDE) -> RenderableType:
+def page(board: Scoreboard, width: int = WIDE) -> RenderableType:
     """The whole board, for a terminal that is ``width`` columns wide."""
     from rich.console import Group
     from rich.panel import Panel
@@ -199,7 +200,7 @@ def page(board: Board, width: int = WIDE) -> RenderableType:
     return Panel(Group(*parts), title=board.title if fits else None, expand=False)
 
 
-def _head(board: Board, inside: int) -> RenderableType:
+def _head(board: Scoreboard, inside: int) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -211,7 +212,7 @@ def _head(board: Board, inside: int) -> RenderableType:
     return head
 
 
-def _facts(board: Board, inside: int) -> RenderableType:
+def _facts(board: Scoreboard, inside: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -226,7 +227,7 @@ def _facts(board: Board, inside: int) -> RenderableType:
     return facts
 
 
-def _told(board: Board, room: int) -> str:
+def _told(board: Scoreboard, room: int) -> str:
     """The latest checks, as many as there is room for."""
     told = [f"{check.value:.3f}" for check in board.checks[-8:]]
     while len(told) > 1 and len("  ".join(told)) > room:
@@ -234,7 +235,7 @@ def _told(board: Board, room: int) -> str:
     return "  ".join(told)
 
 
-def _ranks(board: Board, inside: int) -> RenderableType:
+def _ranks(board: Scoreboard, inside: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 

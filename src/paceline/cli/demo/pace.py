@@ -1,7 +1,7 @@
 """How long the demo trains, and with which learning rate: by steps, by time, or whichever is first.
 
-Pure but for :class:`Clock`, which makes all ranks read one clock: each must take the same number of
-steps, with the same rates.
+Pure but for :class:`TrainingClock`, which makes all ranks read one clock: each must take the same
+number of steps, with the same rates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pace:
         return min(1.0, (step + 1) / warm_up) * (1.0 - progress)
 
 
-class Clock:
+class TrainingClock:
     """Seconds of training as rank 0 counts them, on every rank."""
 
     def __init__(self, group: Group, pace: Pace) -> None:

@@ -14,9 +14,9 @@ from ... import DistributedDataParallel, recorder
 from ...groups import Group
 from ...testing import Meeting
 from .compare import Comparison, compare
-from .pace import Clock, Pace
+from .pace import Pace, TrainingClock
 from .talk import Checked, Stage, Teller, Tick
-from .tasks import TASKS, Task
+from .tasks import TASKS, DemoTask
 
 TELL_EVERY = 0.25  # seconds
 CHECKS, APART = 8, 20  # on held-out data, on the way; at least so many steps apart
@@ -26,7 +26,7 @@ RECENT = 50  # steps that "of late" means
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What all ranks are to do."""
 
     task: str
@@ -39,7 +39,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrainingOutcome:
     """What came of it, as rank 0 saw it."""
 
     backend: str
@@ -54,7 +54,7 @@ class Ending:
     comparison: Comparison | None
 
 
-def run_rank(meeting: Meeting, plan: Plan) -> Ending:
+def run_rank(meeting: Meeting, plan: DemoPlan) -> TrainingOutcome:
     """Train, compare, and say how it went."""
     torch.set_num_threads(plan.threads)
     task = TASKS[plan.task]()
@@ -75,7 +75,7 @@ def run_rank(meeting: Meeting, plan: Plan) -> Ending:
             comparison = compare(meeting, task, model, group, rounds)
         group.barrier()  # nobody leaves while another still needs the group
     shown = task.show(model) if meeting.rank == 0 else ""
-    return Ending(
+    return TrainingOutcome(
         group.backend,
         sum(p.numel() for p in model.parameters()),
         trainer.steps,
@@ -98,13 +98,13 @@ class Trainer:
     """One rank's training, step by step."""
 
     def __init__(
-        self, task: Task, model: nn.Module, group: Group, pace: Pace, teller: Teller
+        self, task: DemoTask, model: nn.Module, group: Group, pace: Pace, teller: Teller
     ) -> None:
         self.task, self.model, self.group, self.teller = task, model, group, teller
         self.ddp = DistributedDataParallel(model, process_group=group)
         self.optimizer = task.optimizer(self.ddp)
         self.highest = [part["lr"] for part in self.optimizer.param_groups]
-        self.pace, self.clock = pace, Clock(group, pace)
+        self.pace, self.clock = pace, TrainingClock(group, pace)
         self.steps = self.samples = 0
         self._losses, self._loss = list[float](), 0.0
         self._told = 0.0
@@ -112,7 +112,7 @@ class Trainer:
 
     def train(self) -> None:
         """Go on until the pace says that it is over, after the same step on every rank."""
-        self.clock = Clock(self.group, self.pace)
+        self.clock = TrainingClock(self.group, self.pace)
         for batch in self.task.batches(self.group):
             progress = self.clock.progress(self.steps)
             if progress >= 1.0:

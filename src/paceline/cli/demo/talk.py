@@ -67,7 +67,7 @@ class Teller:
         self._socket.close()
 
 
-class Listener:
+class TalkListener:
     """The drawing end: calls ``hear`` with each message on a thread of its own, until closed."""
 
     def __init__(self, hear: Callable[[Message], None]) -> None:

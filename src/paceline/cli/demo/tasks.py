@@ -23,7 +23,7 @@ from . import digits, gpt
 from .text import Batch, batches, cut, load_library
 
 
-class Task(Protocol):
+class DemoTask(Protocol):
     """Something to train; ``Any`` is its kind of batch."""
 
     title: str
@@ -162,7 +162,7 @@ class DigitsTask:
         return "\n".join([*lines, "  ".join(f"{text:16}" for text in said)])
 
 
-TASKS: dict[str, type[Task]] = {"gpt": GptTask, "digits": DigitsTask}
+TASKS: dict[str, type[DemoTask]] = {"gpt": GptTask, "digits": DigitsTask}
 
 
 def missing(name: str) -> str:

@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Text:
+class Corpus:
     """What is learned from, and what shows how much was learned: other files."""
 
     training: Tensor
@@ -63,12 +63,12 @@ def load_text(limit_bytes: int = 4 << 20) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def load_library() -> Text:
+def load_library() -> Corpus:
     """The whole library: most files to learn from, some to be asked about."""
     files = [path for path in sources() if TABLES not in path.parts]
     held_out = files[HELD_OUT // 2 :: HELD_OUT]
     training = [path for path in files if path not in set(held_out)]
-    return Text(_numbers(training), _numbers(held_out))
+    return Corpus(_numbers(training), _numbers(held_out))
 
 
 def _numbers(paths: Iterable[Path], limit_bytes: int = 1 << 30) -> Tensor:

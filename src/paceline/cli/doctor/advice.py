@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 
-from .facts import BETWEEN_US, OWN, Facts
+from .facts import BETWEEN_US, OWN, MachineFacts
 from .probe import Probe
 
 TORCH = ((2, 11), (2, 14))  # from, and below
@@ -15,13 +15,15 @@ ENGINES = ("gloo", "hybrid", "nccl", "shm")  # what auto can take
 LITTLE = GIB  # of /dev/shm; containers have 64 MiB unless told otherwise
 
 
-def advise(facts: Facts, probes: Sequence[Probe], loopback: Probe | None = None) -> list[str]:
+def advise(
+    facts: MachineFacts, probes: Sequence[Probe], loopback: Probe | None = None
+) -> list[str]:
     """Sentences, the gravest first; ``loopback`` is gloo tried again within the machine."""
     parts = (_on_probes(facts, probes, loopback), _on_software(facts), _on_machine(facts))
     return [text for part in parts for text in part]
 
 
-def pick(facts: Facts) -> dict[str, str]:
+def pick(facts: MachineFacts) -> dict[str, str]:
     """What ``auto`` takes for tensors of each device, and why."""
     picks = {"cpu": _pick_for_cpu(facts)}
     if facts.gpus:
@@ -30,7 +32,7 @@ def pick(facts: Facts) -> dict[str, str]:
     return picks
 
 
-def _pick_for_cpu(facts: Facts) -> str:
+def _pick_for_cpu(facts: MachineFacts) -> str:
     shm, asked = facts.engines["shm"], _asked(facts)
     if asked and asked not in ENGINES:
         return f"nothing: PACELINE_BACKEND is {asked}, which is no backend"
@@ -44,13 +46,15 @@ def _pick_for_cpu(facts: Facts) -> str:
     )
 
 
-def _asked(facts: Facts) -> str:
+def _asked(facts: MachineFacts) -> str:
     """The backend that the environment settles for all ranks; empty if it leaves that open."""
     asked = facts.settings.get("PACELINE_BACKEND", "auto")
     return "" if asked == "auto" else asked
 
 
-def _on_probes(facts: Facts, probes: Sequence[Probe], loopback: Probe | None) -> Iterator[str]:
+def _on_probes(
+    facts: MachineFacts, probes: Sequence[Probe], loopback: Probe | None
+) -> Iterator[str]:
     for probe in probes:
         if not probe.ok:
             yield f"Two processes could not use {probe.asked}: {probe.error}"
@@ -70,11 +74,11 @@ def _on_probes(facts: Facts, probes: Sequence[Probe], loopback: Probe | None) ->
         )
 
 
-def _has_network(facts: Facts) -> bool:
+def _has_network(facts: MachineFacts) -> bool:
     return any(interface.address for interface in facts.interfaces)
 
 
-def _on_software(facts: Facts) -> Iterator[str]:
+def _on_software(facts: MachineFacts) -> Iterator[str]:
     if asked := _asked(facts):
         yield from _on_backend(facts, asked)
     yield from _on_names(facts)
@@ -97,7 +101,7 @@ def _on_software(facts: Facts) -> Iterator[str]:
     yield from _on_threads(facts)
 
 
-def _on_names(facts: Facts) -> Iterator[str]:
+def _on_names(facts: MachineFacts) -> Iterator[str]:
     """On variables that look like ours and are none: a slip that nothing else would notice."""
     for name in facts.settings:
         if name.startswith("PACELINE_") and name not in (*OWN, *BETWEEN_US):
@@ -106,7 +110,7 @@ def _on_names(facts: Facts) -> Iterator[str]:
             yield f"{name} is set, and paceline reads no variable of that name: {meant}"
 
 
-def _on_backend(facts: Facts, asked: str) -> Iterator[str]:
+def _on_backend(facts: MachineFacts, asked: str) -> Iterator[str]:
     """On a choice made in the environment, which is easily forgotten there."""
     known = [name for name in ENGINES if name in facts.engines]
     if asked not in known:
@@ -126,7 +130,7 @@ def _on_backend(facts: Facts, asked: str) -> Iterator[str]:
         )
 
 
-def _on_threads(facts: Facts) -> Iterator[str]:
+def _on_threads(facts: MachineFacts) -> Iterator[str]:
     cores, threads = facts.cores.usable, facts.settings.get("OMP_NUM_THREADS", "")
     if not threads and cores > 1:
         yield (
@@ -137,7 +141,7 @@ def _on_threads(facts: Facts) -> Iterator[str]:
         yield f"OMP_NUM_THREADS is {threads}, and there are {cores} cores: set it to less."
 
 
-def _on_machine(facts: Facts) -> Iterator[str]:
+def _on_machine(facts: MachineFacts) -> Iterator[str]:
     cores, memory, host = facts.cores, facts.memory, facts.host
     if not _has_network(facts):
         yield (

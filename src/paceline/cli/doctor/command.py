@@ -16,7 +16,7 @@ import typer
 from ..._shown import shown_lines
 
 if TYPE_CHECKING:
-    from .facts import Facts
+    from .facts import MachineFacts
     from .probe import Probe
 
 WIDTH = 12  # of the names on the left
@@ -56,7 +56,7 @@ def _try() -> tuple[list[Probe], Probe | None]:
     return probes, None if probes[1].ok else probe("gloo", LOOPBACK)
 
 
-def fact_lines(facts: Facts) -> Iterator[str]:
+def fact_lines(facts: MachineFacts) -> Iterator[str]:
     """What is here, one thing a line."""
     from .advice import show_bytes
 
@@ -122,7 +122,7 @@ def advice_lines(advice: Sequence[str]) -> Iterator[str]:
         yield f"- {text}"
 
 
-def as_json(facts: Facts, probes: Sequence[Probe], advice: Sequence[str]) -> str:
+def as_json(facts: MachineFacts, probes: Sequence[Probe], advice: Sequence[str]) -> str:
     """All of it as one JSON object."""
     import msgspec
 

@@ -46,7 +46,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """What is here."""
 
     paceline: str
@@ -68,10 +68,10 @@ class Facts:
     settings: Mapping[str, str]
 
 
-def gather() -> Facts:
+def gather() -> MachineFacts:
     """Look at everything."""
     found = machine.interfaces()
-    return Facts(
+    return MachineFacts(
         paceline=paceline.__version__,
         torch=str(torch.__version__),
         python=platform.python_version(),

@@ -27,11 +27,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from ..._torch.elastic import OpenAgent, log_folder, pipes_of
 from .. import say
-from .meeting import Meeting
-from .screen import Reader
+from .meeting import MachineMeeting
+from .screen import OutputReader
 from .signals import heeded
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
-from .verdict import Ending, Verdict, describe, judge, read_reports, runs, why_again
+from .verdict import LaunchVerdict, RankEnding, describe, judge, read_reports, runs, why_again
 
 _KILLED = 2.0  # seconds that the kernel has to end a process that was killed
 _LONE = 10.0  # seconds after which it is said that a rank has ended while others run
@@ -42,7 +42,7 @@ _INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIG
 class Pipes(LogsSpecs):
     """Named pipes for the ranks' output, and a folder for their notes; one set for each attempt."""
 
-    def __init__(self, folder: Path, reader: Reader, patience: float) -> None:
+    def __init__(self, folder: Path, reader: OutputReader, patience: float) -> None:
         super().__init__(str(folder))
         self.reader = reader
         self.patience = patience
@@ -86,7 +86,7 @@ class Attempt:
     ranks: dict[int, int] = field(default_factory=dict)  # by local rank
     size: int = 0
     number: int = 0
-    endings: dict[int, Ending] = field(default_factory=dict)  # by rank
+    endings: dict[int, RankEnding] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)  # by rank
     failing_since: dict[int, float] = field(default_factory=dict)  # by rank: its script has failed
     losses: Losses = field(default_factory=lambda: Losses(0.0))
@@ -102,7 +102,7 @@ class Attempt:
         """The ranks whose processes have not ended."""
         return sorted(self.pids.keys() - self.endings.keys())
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> LaunchVerdict | None:
         """Who failed first of those that the run needs; None while nobody has."""
         lost = self.losses.lost
         needed = {rank: end for rank, end in self.endings.items() if rank not in lost}
@@ -165,7 +165,7 @@ class Agent(OpenAgent):
         attempt, survivors = self.attempt, read_survivors(self.attempt.notes)
         known = set(attempt.losses.lost)
         failed, reason = attempt.failed, ""
-        if isinstance(self.meeting, Meeting) and (reason := self.meeting.failure()):
+        if isinstance(self.meeting, MachineMeeting) and (reason := self.meeting.failure()):
             gone = self.meeting.lost()
             if not gone:
                 raise FailedElsewhereError(reason)
@@ -194,7 +194,7 @@ class Agent(OpenAgent):
 
     def exit_barrier(self) -> None:
         """Wait for the other machines; torch calls it when all ranks of this one have ended."""
-        if not isinstance(self.meeting, Meeting):
+        if not isinstance(self.meeting, MachineMeeting):
             super().exit_barrier()
         else:
             limit = timedelta(seconds=self.exit_seconds)
@@ -277,7 +277,7 @@ class Agent(OpenAgent):
             code = process.proc.poll()
             rank = self.attempt.ranks[local]
             if code is not None and rank not in self.attempt.endings:
-                self.attempt.endings[rank] = Ending(code, time.monotonic(), stopped)
+                self.attempt.endings[rank] = RankEnding(code, time.monotonic(), stopped)
 
 
 def ways_to_end(by_hand: bool, grace: float) -> tuple[tuple[signal.Signals, float], ...]:

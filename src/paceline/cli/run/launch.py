@@ -20,7 +20,7 @@ from .plan import Become, Launch
 from .record import clear_record, tell_if_empty
 from .signals import handling, heeded
 from .survivors import tell_missing
-from .verdict import Verdict, signal_name
+from .verdict import LaunchVerdict, signal_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -95,7 +95,7 @@ def launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int]
 
 def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int]) -> int:
     from .agent import Agent, Pipes
-    from .screen import Reader
+    from .screen import OutputReader
 
     _hush()
     meeting = _meeting(plan)
@@ -104,7 +104,7 @@ def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int
     notes = tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True)
     try:
         with notes as folder:
-            pipes = Pipes(Path(folder), Reader(show), conduct.patience)
+            pipes = Pipes(Path(folder), OutputReader(show), conduct.patience)
             agent = Agent(_spec(plan, script, conduct, meeting), pipes, conduct.grace)
             try:
                 _run(agent)
@@ -128,9 +128,9 @@ def _hush() -> None:
 def _meeting(plan: Launch) -> RendezvousHandler:
     """Where the machines meet; where their number may change, that is torch's own."""
     if not plan.elastic:
-        from .meeting import Meeting
+        from .meeting import MachineMeeting
 
-        return Meeting(plan)
+        return MachineMeeting(plan)
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -199,11 +199,11 @@ def _tell(agent: Agent) -> int:
     return tell(replace(verdict, headline=_cause(agent, verdict)), attempt.size)
 
 
-def _cause(agent: Agent, verdict: Verdict) -> str:
+def _cause(agent: Agent, verdict: LaunchVerdict) -> str:
     """Tell the other machines, or hear from them, what came first."""
-    from .meeting import Meeting
+    from .meeting import MachineMeeting
 
-    if isinstance(agent.meeting, Meeting):
+    if isinstance(agent.meeting, MachineMeeting):
         ranks = agent.attempt.ranks.values()
         return agent.meeting.settle(verdict.headline, not verdict.consequence, ranks)
     return verdict.headline
@@ -216,7 +216,7 @@ def _check_count(ended: int, asked: int) -> int:
     return 1
 
 
-def tell(verdict: Verdict | None, size: int) -> int:
+def tell(verdict: LaunchVerdict | None, size: int) -> int:
     """Say which rank failed first, what the others made of it, and its traceback once more.
 
     Returns the exit code. The traceback has been shown when it happened, and is found again at the

@@ -24,7 +24,7 @@ class Piece:
 
 
 @dataclass
-class Lines:
+class RankLines:
     """One stream of one rank."""
 
     _rest: bytes = b""

@@ -35,7 +35,7 @@ _LOOK = 0.05  # seconds between two looks at the store
 _GOODBYE = timedelta(seconds=5)  # that the first machine waits for the others to hear of a failure
 
 
-class Meeting(RendezvousHandler):
+class MachineMeeting(RendezvousHandler):
     """A fixed number of machines; the first one keeps the store."""
 
     def __init__(self, launch: Launch, timeout: timedelta = TIMEOUT) -> None:

@@ -22,13 +22,13 @@ import msgspec
 from ...errors import LaunchCountError, LaunchError
 from .. import say
 from .launch import Conduct, Script, tell
-from .lines import Lines
+from .lines import RankLines
 from .plan import Asked, parse_nodes
-from .ray_actor import News, RankProcess, Seat
+from .ray_actor import RankNews, RankProcess, Seat
 from .screen import Bar, Screen
 from .signals import signals_noted
 from .survivors import Losses, Outlook, Survivor, tell_lost, tell_missing
-from .verdict import Ending, Report, describe, judge, signal_name
+from .verdict import FailureReport, RankEnding, describe, judge, signal_name
 
 _PLACED_WITHIN = 60.0
 _TURN = 0.2  # seconds after which signals are looked at
@@ -44,7 +44,7 @@ def launch_on_ray(
         actors = _place(ray, size, resource)
         _start(ray, actors, script)
         with signals_noted() as signals:  # Ray has set its own, which end this process at once
-            return _Run(ray, actors, show, conduct, signals).until_the_end()
+            return _RayRun(ray, actors, show, conduct, signals).until_the_end()
     finally:
         ray.shutdown()
 
@@ -155,7 +155,7 @@ def environments(seats: Sequence[Seat], port: int) -> list[dict[str, str]]:
 
 
 @dataclass
-class _Run:
+class _RayRun:
     """Ranks that run, from outside."""
 
     ray: Any
@@ -165,8 +165,8 @@ class _Run:
     signals: list[int] = field(default_factory=list)  # that this process was sent, to be taken up
     stopped_by: int = 0  # the first of them
     ending: bool = False  # the ranks have been told to end
-    endings: dict[int, Ending] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
+    endings: dict[int, RankEnding] = field(default_factory=dict)
+    reports: dict[int, FailureReport] = field(default_factory=dict)
 
     survivors: dict[int, Survivor] = field(default_factory=dict)
 
@@ -174,7 +174,7 @@ class _Run:
         self.losses = Losses(self.conduct.patience)
         bar = Bar()
         self.screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
-        self.lines: dict[tuple[int, int], Lines] = defaultdict(Lines)
+        self.lines: dict[tuple[int, int], RankLines] = defaultdict(RankLines)
 
     def until_the_end(self) -> int:
         """Show what the ranks write until all have ended, and tell how that was."""
@@ -226,9 +226,9 @@ class _Run:
     def _take(self, rank: int, reference: Any) -> bool:
         """Take in a rank's news; False when they were the last."""
         try:
-            news: News = self.ray.get(reference)
+            news: RankNews = self.ray.get(reference)
         except self.ray.exceptions.RayError:  # its machine or its actor is gone
-            news = News(code=-signal.SIGKILL)
+            news = RankNews(code=-signal.SIGKILL)
         now = time.monotonic()
         for number, data in ((1, news.out), (2, news.err)):
             lines = self.lines[rank, number]
@@ -238,9 +238,9 @@ class _Run:
                     self.screens[number].show(rank, piece)
             self.screens[number].stream.flush()
         if news.code is not None:
-            self.endings[rank] = Ending(news.code, now, news.stopped)
+            self.endings[rank] = RankEnding(news.code, now, news.stopped)
         if news.report is not None:
-            self.reports[rank] = Report(**news.report | {"when": now + news.report["when"]})
+            self.reports[rank] = FailureReport(**news.report | {"when": now + news.report["when"]})
         if news.survivor is not None:
             self.survivors[rank] = msgspec.convert(news.survivor, Survivor)
         else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ...errors import LaunchCountError, LaunchError
 from ..machine import Machine
-from .schedulers import Task, find_task
+from .schedulers import ScheduledTask, find_task
 
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below what kernels hand out to clients
 _RANKS_ANYWHERE, _RANKS_PER_CORE = 256, 8  # more than either is a slip of the finger
@@ -215,7 +215,7 @@ def _check_node_rank(rank: int, nodes: int) -> None:
 # -- started by srun or mpirun ----------------------------------------------------------------
 
 
-def _check_nodes(asked: Asked, task: Task) -> None:
+def _check_nodes(asked: Asked, task: ScheduledTask) -> None:
     if asked.nnodes is not None and parse_nodes(asked.nnodes) != (task.nodes, task.nodes):
         raise LaunchCountError(
             f"--nnodes is {asked.nnodes}, but {task.launcher} has started {task.nodes}",
@@ -225,7 +225,7 @@ def _check_nodes(asked: Asked, task: Task) -> None:
         )
 
 
-def _one_machine_of(task: Task, asked: Asked, machine: Machine) -> Launch:
+def _one_machine_of(task: ScheduledTask, asked: Asked, machine: Machine) -> Launch:
     nproc, why = choose_nproc(asked.nproc, machine)
     if task.nodes == 1:
         return Launch(nproc, 1, 1, 0, "127.0.0.1", asked.master_port or 0, "", why)
@@ -233,7 +233,7 @@ def _one_machine_of(task: Task, asked: Asked, machine: Machine) -> Launch:
     return Launch(nproc, task.nodes, task.nodes, task.node_rank, address, port, task.job, why)
 
 
-def _one_rank_of(task: Task, asked: Asked) -> Become:
+def _one_rank_of(task: ScheduledTask, asked: Asked) -> Become:
     if asked.nproc not in (None, "auto") and asked.nproc != str(task.local_size):
         raise LaunchCountError(
             f"--nproc is {asked.nproc}, but {task.launcher} has started {task.local_size} here "
@@ -255,7 +255,7 @@ def _one_rank_of(task: Task, asked: Asked) -> Become:
     )
 
 
-def _address(task: Task, asked: Asked) -> str:
+def _address(task: ScheduledTask, asked: Asked) -> str:
     if asked.master_addr or task.first_host:
         return asked.master_addr or task.first_host
     raise LaunchError(

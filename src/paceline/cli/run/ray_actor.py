@@ -33,7 +33,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class News:
+class RankNews:
     """What a rank has written since it was last asked, and how it ended, if it has."""
 
     out: bytes = b""
@@ -83,7 +83,7 @@ class RankProcess:
             assert pipe is not None
             self._selector.register(pipe, selectors.EVENT_READ, number)
 
-    def news(self) -> News:
+    def news(self) -> RankNews:
         """Wait a little for output or the end, and say what came."""
         assert self._process is not None
         if time.monotonic() >= self._kill_at:
@@ -100,7 +100,9 @@ class RankProcess:
         code = None if ready else self._process.poll()
         survivor = self._read_survivor()
         report = None if code is None else self._end()
-        return News(found[1], found[2], code, report, self._stopped and report is None, survivor)
+        return RankNews(
+            found[1], found[2], code, report, self._stopped and report is None, survivor
+        )
 
     def stop(self, number: int, grace: float) -> None:
         """Send the rank and what it started a signal; after ``grace`` seconds :meth:`news` kills.

@@ -11,7 +11,7 @@ from ...errors import LaunchCountError, LaunchError
 
 
 @dataclass(frozen=True)
-class Task:
+class ScheduledTask:
     """One of ``size`` processes that a scheduler has started, ``local_size`` of them here."""
 
     launcher: str
@@ -30,7 +30,7 @@ class Task:
         return self.size == self.nodes and self.local_size == 1
 
 
-def find_task(environ: Mapping[str, str]) -> Task | None:
+def find_task(environ: Mapping[str, str]) -> ScheduledTask | None:
     """The task this process is, or None when no scheduler started it.
 
     mpirun goes first: inside a SLURM job it is itself started by srun.
@@ -46,12 +46,12 @@ _HYDRA = frozenset({"PMI_RANK", "PMI_SIZE"})  # MPICH, Intel MPI
 _SLURM = frozenset({"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"})  # the second is srun's own
 
 
-def _openmpi(environ: Mapping[str, str]) -> Task:
+def _openmpi(environ: Mapping[str, str]) -> ScheduledTask:
     size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     local = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     rank = _number(environ, "OMPI_COMM_WORLD_RANK")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    return Task(
+    return ScheduledTask(
         "mpirun",
         rank,
         size,
@@ -65,15 +65,15 @@ def _openmpi(environ: Mapping[str, str]) -> Task:
     )
 
 
-def _hydra(environ: Mapping[str, str]) -> Task:
+def _hydra(environ: Mapping[str, str]) -> ScheduledTask:
     rank, size = _number(environ, "PMI_RANK"), _number(environ, "PMI_SIZE")
     local = _number(environ, "MPI_LOCALNRANKS", size)
     place = _number(environ, "MPI_LOCALRANKID", rank)
     nodes = -(-size // local)
-    return Task("mpirun", rank, size, place, local, rank // local, nodes, "", "mpi hydra")
+    return ScheduledTask("mpirun", rank, size, place, local, rank // local, nodes, "", "mpi hydra")
 
 
-def _slurm(environ: Mapping[str, str]) -> Task:
+def _slurm(environ: Mapping[str, str]) -> ScheduledTask:
     hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     names = expand_hosts(hosts)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", len(names) or 1)
@@ -82,7 +82,7 @@ def _slurm(environ: Mapping[str, str]) -> Task:
     size = _number(environ, "SLURM_STEP_NUM_TASKS")
     local = tasks[node_rank] if node_rank < len(tasks) else -(-size // nodes)
     job = f"slurm {environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    return Task(
+    return ScheduledTask(
         "srun",
         _number(environ, "SLURM_PROCID"),
         size,
@@ -95,7 +95,7 @@ def _slurm(environ: Mapping[str, str]) -> Task:
     )
 
 
-def _checked(task: Task) -> Task:
+def _checked(task: ScheduledTask) -> ScheduledTask:
     if not 0 <= task.rank < task.size or not 0 <= task.local_rank < task.local_size:
         raise LaunchCountError(
             f"{task.launcher} calls this process task {task.rank} of {task.size}, here "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from .. import say
-from .lines import IDLE, Lines, Piece
+from .lines import IDLE, Piece, RankLines
 
 _COLOURS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
 _BAR_EVERY = 5.0  # seconds between two lines of one bar where it cannot be overwritten
@@ -92,10 +92,10 @@ class _Source:
     rank: int
     screen: Screen
     hidden: bool
-    lines: Lines = field(default_factory=Lines)
+    lines: RankLines = field(default_factory=RankLines)
 
 
-class Reader:
+class OutputReader:
     """Reads the ranks' pipes and shows what comes, until it is closed."""
 
     def __init__(self, show: Collection[int] = ()) -> None:

@@ -13,11 +13,11 @@ import msgspec
 _WIDTH = 240  # characters of another rank's message
 
 
-class Report(msgspec.Struct, frozen=True):
+class FailureReport(msgspec.Struct, frozen=True):
     """How a script failed, as its rank wrote it down (``script.py``)."""
 
     rank: int
-    when: float  # on the machine's monotonic clock, as Ending.when
+    when: float  # on the machine's monotonic clock, as RankEnding.when
     kind: str
     message: str
     traceback: str
@@ -26,7 +26,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankEnding:
     """How a rank's process ended, as its launcher saw it."""
 
     code: int  # negative: killed by that signal
@@ -35,7 +35,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LaunchVerdict:
     """The first failure, and one line for each of the others."""
 
     rank: int
@@ -46,19 +46,19 @@ class Verdict:
     consequence: bool  # of something that is not among these ranks
 
 
-def read_reports(folder: Path) -> dict[int, Report]:
+def read_reports(folder: Path) -> dict[int, FailureReport]:
     """The notes that ranks have left in ``folder``."""
     reports = {}
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, msgspec.DecodeError):  # the script may have been at the folder
-            report = msgspec.json.decode(path.read_bytes(), type=Report)
+            report = msgspec.json.decode(path.read_bytes(), type=FailureReport)
             reports[report.rank] = report
     return reports
 
 
 def judge(
-    endings: Mapping[int, Ending], reports: Mapping[int, Report], size: int
-) -> Verdict | None:
+    endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], size: int
+) -> LaunchVerdict | None:
     """Tell the first failure from its consequences; None when nothing failed.
 
     Ranks that only noticed another's end come after those that failed of themselves: a rank may
@@ -70,7 +70,7 @@ def judge(
     first = min(failed, key=lambda rank: _order(endings[rank], reports.get(rank)))
     report = reports.get(first)
     what = describe(endings[first], report)
-    return Verdict(
+    return LaunchVerdict(
         first,
         exit_code(endings[first], report),
         f"rank {first} of {size} failed first: {what}",
@@ -80,7 +80,7 @@ def judge(
     )
 
 
-def why_again(verdict: Verdict | None, machines: int) -> str:
+def why_again(verdict: LaunchVerdict | None, machines: int) -> str:
     """Why all ranks start again; what is only a consequence has its cause on another machine."""
     if verdict is None:
         return "another machine starts its ranks again"
@@ -89,22 +89,22 @@ def why_again(verdict: Verdict | None, machines: int) -> str:
     return verdict.headline
 
 
-def _failed(end: Ending, report: Report | None) -> bool:
+def _failed(end: RankEnding, report: FailureReport | None) -> bool:
     return report is not None or (end.code != 0 and not end.stopped)
 
 
-def _order(end: Ending, report: Report | None) -> tuple[bool, float]:
+def _order(end: RankEnding, report: FailureReport | None) -> tuple[bool, float]:
     return (report.consequence, report.when) if report else (False, end.when)
 
 
-def exit_code(end: Ending, report: Report | None) -> int:
+def exit_code(end: RankEnding, report: FailureReport | None) -> int:
     """What a shell would show for it: signals from 128 on."""
     if end.stopped or end.code == 0:  # it failed and then hung, or was stopped on its way out
         return 1
     return 128 - end.code if end.code < 0 else end.code
 
 
-def describe(end: Ending, report: Report | None) -> str:
+def describe(end: RankEnding, report: FailureReport | None) -> str:
     """A rank's failure in one line."""
     at = f" (at {report.place})" if report and report.place else ""
     if report and report.kind != "SystemExit":
@@ -117,7 +117,7 @@ def describe(end: Ending, report: Report | None) -> str:
     return f"it ended with exit code {end.code}{at}"
 
 
-def one_line(report: Report) -> str:
+def one_line(report: FailureReport) -> str:
     """The kind of error and the first line of its message."""
     return f"{report.kind}: {_short(report.message)}" if report.message else report.kind
 
@@ -128,7 +128,7 @@ def _short(message: str) -> str:
 
 
 def _tell_others(
-    endings: Mapping[int, Ending], reports: Mapping[int, Report], first: int
+    endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], first: int
 ) -> Iterator[str]:
     """One line for each fate; ranks that share it share the line."""
     only_noticed = first in reports and reports[first].consequence
@@ -143,7 +143,7 @@ def _tell_others(
             yield f"{'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)} {lines[fate]}"
 
 
-def _fate(end: Ending, report: Report | None, only_noticed: bool) -> tuple[str, str]:
+def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> tuple[str, str]:
     """What happened to another rank: a key to group by, and the words."""
     if report and report.kind == "KeyboardInterrupt":
         return "stopped", "then was stopped"

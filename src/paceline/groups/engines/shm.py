@@ -115,7 +115,12 @@ class ShmEngine:
         )
 
     def _move(
-        self, call: Call, kind: str, like: Tensor, count: int, operation: Operation | None = None
+        self,
+        call: Call,
+        kind: str,
+        like: Tensor,
+        count: int,
+        operation: Operation | None = None,
     ) -> _Arguments:
         return (
             KIND_CODES[kind],

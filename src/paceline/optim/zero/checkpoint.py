@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
 
 
-class Stretches(torch.Tensor):
+class FlatParts(torch.Tensor):
     """Parts of a flat tensor that other ranks have the rest of, as torch's checkpoints ask for it.
 
     Its own memory is empty; ``parts`` are the places and the tensors there.
@@ -99,7 +99,7 @@ class Checkpointed:
             if share.part.start == 0:
                 found[f"common.{number}"] = _packed([list(share.names), on_cpu(common)])
         for key, parts in stretches.items():
-            found[key] = Stretches.of(params[int(key.split(".")[1])].numel(), parts)
+            found[key] = FlatParts.of(params[int(key.split(".")[1])].numel(), parts)
         return found
 
     def load_sharded(
@@ -180,7 +180,7 @@ class _Saved:
                     dtype = self._entries[key].properties.dtype
                     rooms.setdefault(key, {})[part.start] = torch.empty(part.length, dtype=dtype)
         wanted = {
-            key: Stretches.of(params[int(key.split(".")[1])].numel(), parts)
+            key: FlatParts.of(params[int(key.split(".")[1])].numel(), parts)
             for key, parts in rooms.items()
         }
         if wanted:

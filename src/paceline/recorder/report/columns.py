@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..run import RankLog
-from .late import Lines, waiting
+from .late import BucketLines, waiting
 
 NEVER = -1  # in place of a duration: it did not happen, or nobody saw its end
 
@@ -62,7 +62,7 @@ def _steps(log: RankLog, zero: float) -> dict[str, list[int]]:
 
 def _buckets(log: RankLog, zero: float, names: Names) -> dict[str, list[int]]:
     buckets = sorted((b for b in log.buckets if b.launched > 0), key=lambda one: one.launched)
-    lines = Lines(log)
+    lines = BucketLines(log)
     calls = [lines.find(one) for one in buckets]
     return {
         "step": [one.step for one in buckets],

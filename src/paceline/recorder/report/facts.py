@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from ..run import RankLog, Step
+from ..run import RankLog, StepRecord
 from .late import (
     Blame,
     Calls,
@@ -50,7 +50,7 @@ class SizeBand:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What a report tells about a run."""
 
     world_size: int
@@ -74,7 +74,7 @@ class Facts:
     waits: tuple[Wait, ...]
 
 
-def gather(logs: Sequence[RankLog]) -> Facts:
+def gather(logs: Sequence[RankLog]) -> RunFacts:
     """All facts of a run; ``logs`` share one clock."""
     together, calls = passes(logs), calls_together(logs)
     charged = blame(together)
@@ -86,7 +86,7 @@ def gather(logs: Sequence[RankLog]) -> Facts:
     seconds = sum(each for _, each in lasted)
     wait_share = _share(sum(step.waited for step, _ in lasted), seconds)
     charged_steps = {step.number for step in charged.steps}
-    return Facts(
+    return RunFacts(
         world_size=world_size(logs),
         ranks=ranks,
         hosts=_distinct(log.host for log in logs),
@@ -109,7 +109,7 @@ def gather(logs: Sequence[RankLog]) -> Facts:
     )
 
 
-def durations(log: RankLog) -> list[tuple[Step, float]]:
+def durations(log: RankLog) -> list[tuple[StepRecord, float]]:
     """The steps that trained and their seconds, up to the next one's forward.
 
     The last step has no next, so it is left out, unless it is the only one.

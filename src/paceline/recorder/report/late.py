@@ -141,7 +141,7 @@ def _bucket_wait(
 ) -> Wait:
     rank = max(each, key=lambda r: waiting(each[r]))
     one, (moment, late) = each[rank], finals.get((key[0], key[2]), (0.0, -1))
-    call = Lines(logs[rank]).find(one)
+    call = BucketLines(logs[rank]).find(one)
     return Wait(
         rank=rank,
         ranks=tuple(r for r in each if waiting(each[r]) > 0),
@@ -175,7 +175,7 @@ def _call_wait(each: Mapping[int, Collective], logs: Mapping[int, RankLog]) -> W
     )
 
 
-class Lines:
+class BucketLines:
     """Finds the call that carried a bucket, for the line of the user's code in it."""
 
     def __init__(self, log: RankLog) -> None:

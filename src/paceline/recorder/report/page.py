@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from .columns import columns
-from .facts import Facts, RankFacts, SizeBand
+from .facts import RankFacts, RunFacts, SizeBand
 from .late import Wait
 from .read import Run
 from .words import percent, seconds, sentences, size, slow_rank, three, whole_size
@@ -37,7 +37,7 @@ class Cell:
     value: float | None = None
 
 
-def page(run: Run, facts: Facts, trace_name: str) -> str:
+def page(run: Run, facts: RunFacts, trace_name: str) -> str:
     """The whole page."""
     script = "'use strict';\n" + "\n".join(_part(f"{name}.js") for name in SCRIPTS)
     return Template(_part("page.html")).substitute(
@@ -61,14 +61,14 @@ def _part(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _data(run: Run, facts: Facts) -> str:
+def _data(run: Run, facts: RunFacts) -> str:
     found: dict[str, Any] = columns(run.logs, facts.began, facts.ended)
     found["last"] = [[step.number, step.rank] for step in facts.blame.steps]
     found["slow"] = slow_rank(facts)
     return msgspec.json.encode(found).decode().replace("<", "\\u003c")
 
 
-def _meta(facts: Facts) -> str:
+def _meta(facts: RunFacts) -> str:
     began = f"{datetime.fromtimestamp(facts.began, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     lasted = f"{seconds(facts.ended - facts.began)} recorded"
     hosts = facts.hosts[0] if len(facts.hosts) == 1 else f"{len(facts.hosts)} hosts"
@@ -82,7 +82,7 @@ def _meta(facts: Facts) -> str:
     return escape(" · ".join(said))
 
 
-def _tiles(facts: Facts) -> str:
+def _tiles(facts: RunFacts) -> str:
     data = max(0.0, facts.wait_share - facts.late_share)
     found = [
         ("Ranks", str(facts.world_size), _hosts(facts)),
@@ -98,16 +98,16 @@ def _tiles(facts: Facts) -> str:
     )
 
 
-def _hosts(facts: Facts) -> str:
+def _hosts(facts: RunFacts) -> str:
     read = "" if len(facts.ranks) == facts.world_size else f"{len(facts.ranks)} with a log, "
     return read + (f"{len(facts.hosts)} hosts" if len(facts.hosts) > 1 else "one host")
 
 
-def _per_second(facts: Facts) -> str:
+def _per_second(facts: RunFacts) -> str:
     return f"{three(1 / facts.median_step)} a second" if facts.median_step else "none complete"
 
 
-def _last(facts: Facts) -> str:
+def _last(facts: RunFacts) -> str:
     slow = slow_rank(facts)
     return f"rank {slow} above all" if slow >= 0 else "none stands out"
 
@@ -180,7 +180,7 @@ def _bar(parts: Sequence[tuple[float, str]], value: float) -> Cell:
     return Cell(drawn, "barred", value)
 
 
-def _ranks(facts: Facts) -> str:
+def _ranks(facts: RunFacts) -> str:
     steps, slow = len(facts.blame.steps), slow_rank(facts)
     most = max((rank.cost for rank in facts.ranks), default=0.0)
     heads = ("#Rank", "Host", "#Steps", "#Median step", "#Without waiting", "#Waiting",
@@ -234,7 +234,7 @@ def _size(band: SizeBand, most: int) -> list[Cell]:
     ]
 
 
-def _waits(facts: Facts) -> str:
+def _waits(facts: RunFacts) -> str:
     if not facts.waits:
         return '<p class="hint">No rank had to wait.</p>'
     longest = facts.waits[0].seconds

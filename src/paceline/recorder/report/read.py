@@ -11,9 +11,9 @@ import msgspec
 
 from ..._shown import shown, shown_lines
 from ...errors import DamagedLogError, RunMissingError
-from ..run import BucketPass, Collective, RankLog, Step, log_paths, path_of, read_log
+from ..run import BucketPass, Collective, RankLog, StepRecord, log_paths, path_of, read_log
 
-T = TypeVar("T", Step, BucketPass, Collective)
+T = TypeVar("T", StepRecord, BucketPass, Collective)
 
 MOST_TOGETHER = 1 << 30  # bytes of all logs
 LONGEST = 10 * 366 * 86_400.0  # seconds

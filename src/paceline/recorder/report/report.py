@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ..run import write_whole
-from .facts import Facts, gather
+from .facts import RunFacts, gather
 from .page import page
 from .read import Run, read
 from .trace import trace
@@ -28,7 +28,7 @@ class Report:
 
     directory: Path
     run: Run
-    facts: Facts
+    facts: RunFacts
 
     @property
     def said(self) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from ..run import BucketPass, Collective, RankLog, Step
-from .late import Lines, waiting
+from ..run import BucketPass, Collective, RankLog, StepRecord
+from .late import BucketLines, waiting
 
 Event = dict[str, Any]
 PASSES, BUCKETS, CALLS = 1, 100, 200  # the first thread of each kind
@@ -84,7 +84,7 @@ def _buckets(log: RankLog, zero: float, flows: Iterator[int]) -> Iterator[Event]
     chosen = rows([(one.launched, _end(one.launched, one.finished)) for one in found])
     for row in range(max(chosen, default=-1) + 1):
         yield _named(log.rank, BUCKETS + row, "thread_name", f"buckets {row + 1}")
-    lines = Lines(log)
+    lines = BucketLines(log)
     backward = _Backwards(log.steps)
     for one, row in zip(found, chosen, strict=True):
         call = lines.find(one)
@@ -102,7 +102,7 @@ def _buckets(log: RankLog, zero: float, flows: Iterator[int]) -> Iterator[Event]
 class _Backwards:
     """Finds the backward pass of a step, for slices that must lie inside it."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[StepRecord]) -> None:
         self._of = {s.number: (s.backward_began, s.backward_ended) for s in steps}
 
     def clip(self, step: int, began: float, ended: float) -> tuple[float, float]:

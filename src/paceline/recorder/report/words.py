@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .facts import Facts
+from .facts import RunFacts
 
 NOTICEABLE = 0.01  # of the time; less is not worth a reader's attention
 
@@ -42,7 +42,7 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f}%" if share >= 0.1 or share == 0 else f"{share * 100:.1f}%"
 
 
-def sentences(facts: Facts) -> tuple[str, ...]:
+def sentences(facts: RunFacts) -> tuple[str, ...]:
     """What stands out, most important first."""
     if not facts.steps:
         return ("No step was recorded: no model wrapped by paceline ran a forward pass.",)
@@ -50,7 +50,7 @@ def sentences(facts: Facts) -> tuple[str, ...]:
     return tuple(text for text in said if text)
 
 
-def waiting_sentence(facts: Facts) -> str:
+def waiting_sentence(facts: RunFacts) -> str:
     """How much of the time went into waiting, and for what."""
     if len(facts.ranks) == 1 and facts.world_size == 1:
         return "One rank ran alone, so there was nobody to wait for."
@@ -63,7 +63,7 @@ def waiting_sentence(facts: Facts) -> str:
     )
 
 
-def slow_rank(facts: Facts) -> int:
+def slow_rank(facts: RunFacts) -> int:
     """The rank that made the others wait; -1 if none stands out.
 
     With lateness shared evenly each of n ranks would cost 1/n. It stands out when it costs that and
@@ -77,7 +77,7 @@ def slow_rank(facts: Facts) -> int:
     return worst.rank if worst.cost / total >= fair + 0.4 * (1 - fair) else -1
 
 
-def slow_sentence(facts: Facts) -> str:
+def slow_sentence(facts: RunFacts) -> str:
     """Who made the others wait."""
     steps = len(facts.blame.steps)
     if len(facts.ranks) < 2 or not steps or facts.charged_seconds <= 0:
@@ -100,7 +100,7 @@ def slow_sentence(facts: Facts) -> str:
     )
 
 
-def _why(facts: Facts, rank: int) -> str:
+def _why(facts: RunFacts, rank: int) -> str:
     """A slow rank's own work against that of the others."""
     own = next(one.median_work for one in facts.ranks if one.rank == rank)
     others = sorted(one.median_work for one in facts.ranks if one.rank != rank)
@@ -110,7 +110,7 @@ def _why(facts: Facts, rank: int) -> str:
     return f". Its own work takes {seconds(own)} a step, that of the others {seconds(usual)}"
 
 
-def bucket_sentence(facts: Facts) -> str:
+def bucket_sentence(facts: RunFacts) -> str:
     """Which bucket most of the waiting was for, where there are several to choose from."""
     by_bucket = facts.blame.by_bucket
     total = sum(by_bucket.values())
