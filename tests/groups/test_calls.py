@@ -101,3 +101,18 @@ def wait_in_vain(meeting: Meeting, kind: str, backend: str) -> bool:
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_call_has_the_timeout_that_it_was_given(kind: str, backend: str) -> None:
     assert all(spawn_ranks(2, wait_in_vain, kind, backend, deadline=LONG))
+
+
+# -- in place ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "start_all_reduce", "all_reduce_coalesced"])
+def test_what_is_reduced_in_place_reaches_the_engine_as_it_is_and_not_as_a_copy(way: str) -> None:
+    def one_rank(group: Group) -> None:
+        tensor, seen = torch.ones(8), []
+        group.register_hooks(before=lambda call: seen.append((call.inputs[0], call.outputs[0])))
+        getattr(group, way)([tensor] if way == "all_reduce_coalesced" else tensor).wait()
+        assert [(a is tensor, b is tensor) for a, b in seen] == [(True, True)]
+        assert tensor.tolist() == [2.0] * 8
+
+    run_ranks(2, one_rank)

@@ -101,8 +101,7 @@ class Collectives(ProcessGroup):
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         tensors, async_op = _listed(tensor, async_op)
         if len(tensors) != 1:
-            calls = [("all_reduce", (t,), (t,)) for t in tensors]
-            return self._do_all(calls, timeout, async_op, op)
+            return self._do_all(_in_place(tensors), timeout, async_op, op)
         if isinstance(tensors[0], Tensor) and tensors[0].is_sparse:
             return self._sparse_all_reduce(tensors[0], op, timeout)
         return self._do("all_reduce", tensors, tensors, timeout, async_op, op)
@@ -115,7 +114,8 @@ class Collectives(ProcessGroup):
         ``quiet``: no thread of the engine's works at it where the engine leaves that to us; it
         moves in :meth:`~Group.progress` and when somebody waits.
         """
-        return self._do("all_reduce", (tensor,), (tensor,), None, True, op, quiet=quiet)
+        tensors = (tensor,)
+        return self._do("all_reduce", tensors, tensors, None, True, op, quiet=quiet)
 
     def all_reduce_coalesced(
         self,
@@ -129,8 +129,7 @@ class Collectives(ProcessGroup):
         """Reduce several tensors, each as :meth:`all_reduce` does."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
-        calls = [("all_reduce", (t,), (t,)) for t in tensors]
-        return self._do_all(calls, timeout, async_op, op)
+        return self._do_all(_in_place(tensors), timeout, async_op, op)
 
     def reduce(
         self,
@@ -640,6 +639,11 @@ class Collectives(ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+
+def _in_place(tensors: Iterable[Tensor]) -> list[tuple[Any, Sequence[Tensor], Sequence[Tensor]]]:
+    """All-reduces, of which inputs and outputs are one: two would be kept apart by a copy."""
+    return [("all_reduce", one, one) for one in ((t,) for t in tensors)]
 
 
 def _read(options: Any, timeout: Any, async_op: bool | None) -> tuple[Any, Any, bool]:
