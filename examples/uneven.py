@@ -82,7 +82,7 @@ def train(
     model: nn.Module,
     batches: Sequence[Sequence[Tensor]],
     held_out: tuple[Tensor, Tensor],
-    weigh: Callable[[int], object] = lambda _: None,
+    count: Callable[[int], object] = lambda _: None,
 ) -> Curve:
     """The loss on the held-out files after every step; the loop is the same for all three ways."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -91,7 +91,7 @@ def train(
     for batch in batches:
         befores, bytes_ = windows(batch)
         optimizer.zero_grad()
-        weigh(len(bytes_))
+        count(len(bytes_))
         cross_entropy(model(befores), bytes_).backward()
         optimizer.step()
         with torch.no_grad():

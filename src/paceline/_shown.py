@@ -19,7 +19,7 @@ def shown(text: str, most: int = _MOST) -> str:
 
 
 def shown_lines(text: str, most: int = 1_000_000) -> str:
-    """The same for text of several lines, which stay lines; tabs stay too."""
+    """``text`` for a terminal that obeys nothing in it; lines stay lines, and tabs stay too."""
     if len(text) > most:
         text = text[: most - 1] + "…"
     return "".join(c if c in "\n\t" else _escaped(c) for c in text)

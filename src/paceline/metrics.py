@@ -62,8 +62,8 @@ def weighted_mean(
     rows = _floating(_widened(shards.own))
     scale = _rows(weights).to(rows.device, torch.float64)
     scale = scale.view(-1, *[1] * (rows.dim() - 1))
-    weighed = torch.where(scale == 0, torch.zeros_like(rows), rows * scale)
-    return shards.total(weighed.sum(0)) / shards.total(scale.sum())
+    weighted = torch.where(scale == 0, torch.zeros_like(rows), rows * scale)
+    return shards.total(weighted.sum(0)) / shards.total(scale.sum())
 
 
 def gather(values: Tensor | float, group: ProcessGroup | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class Row:
     max_norm: float | None = None
     autocast: bool = False
     accumulate: int = 1
-    weighed: bool = False
+    weighted: bool = False
     decay: float = 1.0  # of the learning rate, in every step
     sizes: Sequence[int] = (8,) * STEPS
     joined: bool = False
@@ -63,7 +63,7 @@ ROWS: dict[str, Row] = {
     "gradients are clipped": Row(max_norm=0.1),
     "autocast": Row(autocast=True, tolerance=1e-3),
     "accumulation": Row(accumulate=2),
-    "`ddp.samples(n)`": Row(weighed=True),
+    "`ddp.samples(n)`": Row(weighted=True),
     "a communication hook": Row(compressed=True, tolerance=1e-3),
     "BatchNorm": Row(model="conv"),
     "unused parameters": Row(
@@ -130,13 +130,13 @@ class Loop:
         return state(self.ddp.module), len(self.heard)
 
     def _train(self, number: int, step: Callable[..., Any] | None) -> None:
-        rows = self.row.sizes[number] + (self.rank if self.row.weighed else 0)
+        rows = self.row.sizes[number] + (self.rank if self.row.weighted else 0)
         inputs: tuple[Any, ...] = batch(self.rank, number, rows)
         if self.row.branches:
             inputs = (*inputs, self.rank == 0)
         last = (number + 1) % self.row.accumulate == 0
         if step is not None:
-            step(*inputs, samples=rows if self.row.weighed else None)
+            step(*inputs, samples=rows if self.row.weighted else None)
         else:
             self._step_as_users_do(inputs, rows, last)
         if last and self.row.decay != 1.0:
@@ -146,7 +146,7 @@ class Loop:
         with contextlib.ExitStack() as stack:
             if not last:
                 stack.enter_context(self.ddp.no_sync())
-            if self.row.weighed:
+            if self.row.weighted:
                 stack.enter_context(self.ddp.samples(rows))
             with torch.autocast("cpu", torch.bfloat16, enabled=self.row.autocast):
                 loss = loss_of(self.call, *inputs)
@@ -188,7 +188,7 @@ def measure(way: str, open_: Open, titles: Sequence[str] = ()) -> dict[str, str]
 def verdict(row: Row, way: str, open_: Open) -> str:
     """How ``row`` does in this way; every rank calls it."""
     rank = dist.get_rank()
-    if way == WAYS[2] and (row.weighed or "kept" in row.hook):
+    if way == WAYS[2] and (row.weighted or "kept" in row.hook):
         return NOTHING
     expected = loop(row, way, open_, rank).run()
     torch._dynamo.reset()

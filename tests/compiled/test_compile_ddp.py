@@ -146,7 +146,7 @@ class TwoForwards(torch.nn.Module):
         return output + self.factor * self.weight[0].square().sum()
 
 
-def beside_the_wrapper(open_: Open, *, weighed: bool, twice: bool, everywhere: bool) -> None:
+def beside_the_wrapper(open_: Open, *, weighted: bool, twice: bool, everywhere: bool) -> None:
     pair = Compiled([open_(), open_()], "mlp", "sgd")
     factor = 0.01 * (1 + pair.rank) if everywhere or pair.rank == 0 else 0.0
     ways = (
@@ -157,8 +157,8 @@ def beside_the_wrapper(open_: Open, *, weighed: bool, twice: bool, everywhere: b
         x, y = batch(pair.rank, number)
         for model, ddp, optimizer in ways:
             both = TwoForwards(model, ddp.module[0].weight, factor)
-            weighing = ddp.samples(2 + pair.rank) if weighed else contextlib.nullcontext()
-            with ddp.accumulate(2 if weighed else 1) as last, weighing:
+            counted = ddp.samples(2 + pair.rank) if weighted else contextlib.nullcontext()
+            with ddp.accumulate(2 if weighted else 1) as last, counted:
                 loss_of(both, x, y, twice).backward()
             if last:
                 optimizer.step()
@@ -169,19 +169,19 @@ def beside_the_wrapper(open_: Open, *, weighed: bool, twice: bool, everywhere: b
 @row
 def gradients_from_outside_the_forward(open_: Open) -> None:
     """They come when the graph has handed its own over, on one rank or on all."""
-    beside_the_wrapper(open_, weighed=False, twice=False, everywhere=True)
-    beside_the_wrapper(open_, weighed=False, twice=False, everywhere=False)
+    beside_the_wrapper(open_, weighted=False, twice=False, everywhere=True)
+    beside_the_wrapper(open_, weighted=False, twice=False, everywhere=False)
 
 
 @row
 def gradients_from_outside_that_are_weighed_and_gathered(open_: Open) -> None:
-    beside_the_wrapper(open_, weighed=True, twice=False, everywhere=True)
+    beside_the_wrapper(open_, weighted=True, twice=False, everywhere=True)
 
 
 @row
 def two_forwards_and_one_backward(open_: Open) -> None:
-    beside_the_wrapper(open_, weighed=False, twice=True, everywhere=True)
-    beside_the_wrapper(open_, weighed=True, twice=True, everywhere=True)
+    beside_the_wrapper(open_, weighted=False, twice=True, everywhere=True)
+    beside_the_wrapper(open_, weighted=True, twice=True, everywhere=True)
 
 
 @row

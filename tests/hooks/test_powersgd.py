@@ -289,8 +289,8 @@ def test_parameters_are_numbered_alike_however_the_first_buckets_are_cut() -> No
     def numbers(*cuts: range) -> dict[int, int]:
         state, params = power(None), [nn.Parameter(torch.zeros(1)) for _ in range(5)]
         for bucket in cuts:
-            state.numbers_of([params[at] for at in bucket])
-        return {at: state.numbers_of([params[at]])[0] for at in range(5)}
+            state.indices_of([params[at] for at in bucket])
+        return {at: state.indices_of([params[at]])[0] for at in range(5)}
 
     assert numbers(range(5)) == numbers(range(3, 5), range(3)) == numbers(range(4, 5), range(4))
 

@@ -1,4 +1,4 @@
-"""Weighed ranks with uneven inputs against one process that has all samples; plain ones: torch."""
+"""Weighted ranks with uneven inputs against one process that has all samples; plain ones: torch."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The same, each in the shape of its parameter."""
+        """All gradients, each in the shape of its parameter."""
         if self._buffer.is_sparse:
             return [self._buffer]
         if self._buffer.data_ptr() == self._bucket.buffer.data_ptr():

@@ -857,7 +857,7 @@ class Reducer:
 
 
 def _weakly(method: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-    """The same method for one who must not keep its object alive; nothing, once that is gone."""
+    """``method`` for one who must not keep its object alive; nothing, once that is gone."""
     held = weakref.WeakMethod(method)
 
     def call(argument: int) -> list[str]:

@@ -33,7 +33,7 @@ def trace_instead(function: Any, traced: Callable[..., Any]) -> None:
 
 
 def copied(function: Any) -> Any:
-    """The same function as another object, which :func:`trace_instead` has not touched."""
+    """A copy of ``function``, which :func:`trace_instead` has not touched."""
     twin = FunctionType(
         function.__code__,
         function.__globals__,

@@ -178,7 +178,7 @@ class TracedWork:
         return True
 
     def synchronize(self) -> None:
-        """The same."""
+        """Wait, as :meth:`wait` does without a timeout."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -204,7 +204,7 @@ class TracedTogether:
         return all(work.wait(timeout) for work in self._works)
 
     def synchronize(self) -> None:
-        """The same."""
+        """Wait, as :meth:`wait` does without a timeout."""
         self.wait()
 
     def is_completed(self) -> bool:

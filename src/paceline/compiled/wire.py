@@ -148,7 +148,7 @@ def wire_of(ddp: DistributedDataParallel) -> Wire:
 
 
 def wire_numbered(wire: Tensor) -> Wire:
-    """The same, by the number that a graph is given."""
+    """The wire of a wrapper, by the number that a graph is given."""
     return wire_of(wrapper_numbered(wire))
 
 

@@ -7,8 +7,9 @@ layer that the loss does not reach has a gate whose backward never runs, so unus
 known. What every gate's backward returns is a ticket, the gradient of one number, ``anchor``, that
 all gates share: autograd adds tickets up, and behind that sum everything is awaited.
 
-Whether a pass is averaged, weighed or only gathered is decided when it runs. Where something cannot
-be traced (sparse gradients, hooks of parameters), the wrapper stays outside of graphs, as torch's.
+Whether a pass is averaged, weighted or only gathered is decided when it runs. Where something
+cannot be traced (sparse gradients, hooks of parameters), the wrapper stays outside of graphs, as
+torch's.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class DDPJoinHook(JoinHook):
     def stand_in(self) -> bool:
         """Take part in the next pass, whenever it comes; False when no rank had one.
 
-        If this rank still owes weighed gradients, it is a pass of its own, but it takes no step.
+        If this rank still owes weighted gradients, it is a pass of its own, but it takes no step.
         """
         reducer = self.ddp.replica.reducer
         if self._own_work is None:

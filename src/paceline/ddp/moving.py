@@ -29,7 +29,7 @@ class Move:
         return self._new[1] if held is self._old[1] else held
 
     def hook(self, hook: Hook) -> Hook:
-        """The same hook with a state that has the new group: the state itself, or in it."""
+        """``hook`` with a state that has the new group: as the state itself, or in it."""
         function, state = hook
         held = getattr(state, "process_group", None)
         if any(held is group for group in self._old):

@@ -2,10 +2,11 @@
 
 torch's ``SyncBatchNorm`` refuses tensors that are not on an accelerator; this one takes them. Every
 rank sends its count, mean and sum of squared deviations, and puts the ranks' together by Chan's
-formula, which does not cancel where the mean is large; ranks weigh by what they have, nothing
+formula, which does not cancel where the mean is large; ranks count by what they have, nothing
 included. In backward one sum over the ranks completes the gradient of the input. Those of weight
-and bias stay this rank's own: averaging them is DistributedDataParallel's part. Where that weighs
-ranks (``ddp.samples``), so does the sum: the loss of all ranks is then a weighed mean of theirs.
+and bias stay this rank's own: averaging them is DistributedDataParallel's part. Where that
+gives ranks weights (``ddp.samples``), so does the sum: the loss of all ranks is then a weighted
+mean of theirs.
 
 All ranks must do the same: forward in training mode is a collective, and so is backward wherever
 the input needs a gradient. A rank whose loss skips the layer, while others' do not, keeps them
@@ -207,7 +208,7 @@ class Line:
         """All ranks' ``sums`` of gradients, in the measure of this rank's loss; may overwrite them.
 
         Each counts as much as its rank's loss does; and since what this rank makes of the result
-        will be weighed too, it is divided by this rank's own.
+        will be weighted too, it is divided by this rank's own.
         """
         weight = self.lent.ledger.weight
         if weight == 0:

@@ -60,7 +60,7 @@ class TorchNames(TorchDDP):
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The same by name."""
+        """The buffers that are kept alike, by name."""
         return self.replica.buffers.named()
 
     def _assign_modules_buffers(self) -> None:
@@ -146,7 +146,7 @@ class TorchNames(TorchDDP):
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The same for each bucket, if they were given."""
+        """How large each bucket may grow, if that was given for each."""
         return list(self._caps.per_bucket_bytes_caps)
 
     @property

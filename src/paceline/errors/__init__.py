@@ -40,7 +40,7 @@
     │   └── GraphChangedError      a static graph that changed
     ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
     ├── ThawedParameterError       thawed inside a forward that began without it (RuntimeError)
-    ├── UnweighableError           a weighed pass that cannot be told apart     (RuntimeError)
+    ├── UnweighableError           a weighted pass that cannot be told apart    (RuntimeError)
     ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
     ├── NestedJoinError            a Join inside another on the same group      (RuntimeError)

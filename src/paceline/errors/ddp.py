@@ -176,7 +176,7 @@ class LateGradientError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class UnweighableError(PacelineError, RuntimeError):
-    """A weighed backward pass came to a parameter before it came to an output of the model."""
+    """A weighted backward pass came to a parameter before it came to an output of the model."""
 
     rank: int
 

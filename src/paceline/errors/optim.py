@@ -19,11 +19,11 @@ class AveragingArgumentError(PacelineError, ValueError):
 
 
 class AveragingTypeError(AveragingArgumentError, TypeError):
-    """The same, of a wrong type."""
+    """An averager, LocalSGD or DiLoCo was given something of a wrong type."""
 
 
 class UnsupportedParametersError(AveragingArgumentError, NotImplementedError):
-    """The same, where torch raises NotImplementedError."""
+    """An averager was given parameters that it cannot average."""
 
 
 @dataclass(eq=False)

@@ -524,7 +524,7 @@ class Collectives(ProcessGroup):
             agree(call, self._engine, self._rank, self._size)
 
     def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
-        """The same with something to do around it."""
+        """Make ``call`` between the hooks that want to see it before and after."""
         hooks = list(self._hooks.values())
         for hook in hooks:
             if hook.before is not None:

@@ -120,7 +120,7 @@ class Group(Lineage):
         return self._engine.capabilities.backend
 
     def name(self) -> str:
-        """The same, as torch asks for it."""
+        """The engine's name, as torch asks for it."""
         return self.backend
 
     _get_backend_name = name

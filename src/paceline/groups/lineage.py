@@ -94,7 +94,7 @@ class Lineage(Collectives):
         return self._store
 
     def get_group_store(self) -> Store:
-        """The same, as torch asks for it."""
+        """Where the ranks of the group met, as torch asks for it."""
         return self._need_store("get_group_store")
 
     def split(

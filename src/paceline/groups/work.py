@@ -87,7 +87,7 @@ class Work(TorchWork):
         self._finishers.insert(0, finisher)
 
     def then_do(self, action: Callable[[], object]) -> Self:
-        """The same for something that only makes sense when all went well."""
+        """Call ``action`` when the end is seen, if all went well."""
         self.finally_do(lambda error: action() if error is None else None)
         return self
 
@@ -145,7 +145,7 @@ class Work(TorchWork):
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """The same as ``wait``."""
+        """Wait, as :meth:`wait` does without a timeout."""
         self.wait()
 
     def source_rank(self) -> int:
@@ -202,7 +202,7 @@ class Wrapped(Work):
 
 
 class Timed(Wrapped):
-    """The same for work that could not be told its timeout, which counts from now."""
+    """A torch work that could not be told its timeout, which counts from now."""
 
     def __init__(
         self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher, seconds: float

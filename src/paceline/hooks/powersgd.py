@@ -35,13 +35,13 @@ def powerSGD_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with each gradient approximated for itself."""
     group, buffer = group_or_default(state.process_group), bucket.buffer()
-    numbers = state.numbers_of(bucket.parameters())
+    indices = state.indices_of(bucket.parameters())
     if state.averages_plainly or buffer.is_sparse:
         state.maybe_increase_iter(bucket)
         return mean_later(group, buffer)
     shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
     layout = plan_low_rank(shapes, state.matrix_approximation_rank, state.min_compression_rate)
-    exchange = _prepare(state, bucket, group, layout, numbers)
+    exchange = _prepare(state, bucket, group, layout, indices)
     return state.start(lambda: exchange.run(buffer), buffer.device)
 
 
@@ -71,14 +71,14 @@ def _prepare(
     bucket: Any,
     group: ProcessGroup,
     layout: LowRankPlan,
-    numbers: Sequence[int],
+    indices: Sequence[int],
 ) -> "_PowerSGDExchange":
     """All that is taken from the state's counters, which go on before the job runs."""
     state.count(layout, last=bucket.is_last())
-    seeds = [state.seed_for(number) for number in numbers]
+    seeds = [state.seed_for(index) for index in indices]
     state.maybe_increase_iter(bucket)
     return _PowerSGDExchange(
-        state, group, layout, numbers, seeds, getattr(bucket, "weight", 1.0) or 1.0
+        state, group, layout, indices, seeds, getattr(bucket, "weight", 1.0) or 1.0
     )
 
 
@@ -89,7 +89,7 @@ class _PowerSGDExchange:
     state: PowerSGDState
     group: ProcessGroup
     layout: LowRankPlan
-    numbers: Sequence[int]  # of the parameters, by slot
+    indices: Sequence[int]  # of the parameters, by slot
     seeds: Sequence[int]
     weight: float  # that this rank's gradients were multiplied by; errors are kept without it
 
@@ -118,7 +118,7 @@ class _PowerSGDExchange:
         found = []
         for slot in batch.slots:
             matrix = widened(parts[slot]).view(batch.rows, batch.columns)
-            error = self.state.error_dict.get(self.numbers[slot])
+            error = self.state.error_dict.get(self.indices[slot])
             if error is not None and error.numel() == matrix.numel():
                 matrix = torch.add(matrix, error.to(matrix).view_as(matrix), alpha=self.weight)
             found.append(matrix)
@@ -128,7 +128,7 @@ class _PowerSGDExchange:
         """Where the last step ended, or anywhere."""
         found = []
         for slot in batch.slots:
-            q = self.state.q_memory_dict.get(self.numbers[slot])
+            q = self.state.q_memory_dict.get(self.indices[slot])
             if q is None or q.shape != batch.q_shape[1:] or not self.state.warm_start:
                 q = random_columns(batch.columns, batch.rank, self.seeds[slot])
             found.append(q.to(like.device, widened(like[:0]).dtype))
@@ -162,11 +162,11 @@ class _PowerSGDExchange:
         """
         remembers = bool(p.isfinite().all() & q.isfinite().all())
         for at, slot in enumerate(batch.slots):
-            number, result = self.numbers[slot], p[at] @ q[at].t()
+            index, result = self.indices[slot], p[at] @ q[at].t()
             if remembers and self.state.use_error_feedback:
                 error = gradients[at] - result
-                self.state.error_dict[number] = error.div_(self.weight).view(-1)
+                self.state.error_dict[index] = error.div_(self.weight).view(-1)
             if remembers and self.state.warm_start:
-                self.state.p_memory_dict[number] = p[at].clone()
-                self.state.q_memory_dict[number] = q[at].clone()
+                self.state.p_memory_dict[index] = p[at].clone()
+                self.state.q_memory_dict[index] = q[at].clone()
             parts[slot].copy_(result.view(-1))  # now: without errors the gradient was still there

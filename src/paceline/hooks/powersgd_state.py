@@ -99,7 +99,7 @@ class PowerSGDState(_Here):
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.rng = Seeds(random_seed)
-        # by the number of the parameter; for the batched hook, by that of the bucket
+        # by the index of the parameter; for the batched hook, by that of the bucket
         self.error_dict: dict[int, Tensor] = {}
         self.p_memory_dict: dict[int, Tensor] = {}
         self.q_memory_dict: dict[int, Tensor] = {}
@@ -128,16 +128,16 @@ class PowerSGDState(_Here):
             if self.iter == self.start_powerSGD_iter:
                 log.info("Gradients are approximated from now on, after %s steps.", self.iter)
 
-    def numbers_of(self, params: Sequence[Tensor]) -> list[int]:
-        """The parameters' numbers, given to those that come for the first time."""
+    def indices_of(self, params: Sequence[Tensor]) -> list[int]:
+        """The parameters' indices, given to those that come for the first time."""
         for param in reversed(params):
             if param not in self._numbers:
                 self._numbers[param] = len(self._numbers)
         return [self._numbers[param] for param in params]
 
-    def seed_for(self, number: int) -> int:
+    def seed_for(self, index: int) -> int:
         """For the first ``Q`` of a parameter in this step."""
-        return self.rng.at(self.iter, number)
+        return self.rng.at(self.iter, index)
 
     # -- what was saved -----------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class PowerSGDState(_Here):
 
 
 def _copied(tensors: dict[Any, Tensor]) -> dict[int, Tensor]:
-    return {int(number): tensor.clone() for number, tensor in tensors.items()}
+    return {int(index): tensor.clone() for index, tensor in tensors.items()}
 
 
 def _check_start(start: int, remembers: bool) -> None:

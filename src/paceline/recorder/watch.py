@@ -199,7 +199,7 @@ class Watch:
         return seconds if seconds > 0 else math.inf
 
     def _threshold(self, entry: events.Entry) -> float:
-        """The same, or five times what such calls usually take here, if that is more."""
+        """Seconds after which ``entry`` is late: at least five times what such calls take here."""
         usual = [
             (e.finished - e.began) / 1e9
             for e in list(events.calls)

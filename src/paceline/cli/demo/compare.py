@@ -1,4 +1,4 @@
-"""The same steps under torch's DistributedDataParallel over gloo and under paceline's, in turns.
+"""Equal steps under torch's DistributedDataParallel over gloo and under paceline's, in turns.
 
 Each has a copy of the model and takes the same batches from there. They alternate in blocks of a
 few steps, and the one that begins changes every round, so that what else the machine does in a

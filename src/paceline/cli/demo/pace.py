@@ -44,11 +44,11 @@ class TrainingClock:
         self._agreed = torch.zeros((), dtype=torch.float64)
 
     def seconds(self) -> float:
-        """As this rank counts them."""
+        """Seconds of training, as this rank counts them."""
         return time.perf_counter() - self._began
 
     def progress(self, step: int) -> float:
-        """The same on all ranks, which all call it before each step."""
+        """How far training is, from 0 to 1, on every rank alike; all call it before each step."""
         if math.isfinite(self.pace.seconds) and step % EVERY == 0:
             self._agreed.fill_(self.seconds())
             self.group.broadcast(self._agreed)

@@ -35,7 +35,7 @@ class Batch:
         return len(self.inputs)
 
     def split(self, size: int) -> list[Batch]:
-        """The same in batches of at most ``size``."""
+        """Its sequences in batches of at most ``size``."""
         parts = zip(self.inputs.split(size), self.targets.split(size), strict=True)
         return [Batch(inputs, targets) for inputs, targets in parts]
 

@@ -91,13 +91,13 @@ class Checkpointed:
         stretches: dict[str, dict[int, Tensor]] = {}
         found: dict[str, Any] = {"meta": _packed(self._meta(params))}
         for share in shares_of(self._pieces, self.optim.state):
-            number, param = share.part.param, params[share.part.param]
+            index, param = share.part.param, params[share.part.param]
             values, common = _parts_of(share, param)
             for name, value in values.items():
-                key = f"state.{number}.{name}"
+                key = f"state.{index}.{name}"
                 stretches.setdefault(key, {})[share.part.start] = value
             if share.part.start == 0:
-                found[f"common.{number}"] = _packed([list(share.names), on_cpu(common)])
+                found[f"common.{index}"] = _packed([list(share.names), on_cpu(common)])
         for key, parts in stretches.items():
             found[key] = FlatParts.of(params[int(key.split(".")[1])].numel(), parts)
         return found
@@ -113,8 +113,8 @@ class Checkpointed:
         params: list[Tensor] = self._index_to_param  # type: ignore[attr-defined]
         meta = saved.object("meta")
         _check_layout(meta, params)
-        numbers = {part.param for piece in self._pieces for part in piece.slices}
-        common = {n: saved.object(f"common.{n}") for n in sorted(numbers) if f"common.{n}" in saved}
+        indices = {part.param for piece in self._pieces for part in piece.slices}
+        common = {n: saved.object(f"common.{n}") for n in sorted(indices) if f"common.{n}" in saved}
         groups = [
             {**settings, "params": group["params"]}
             for settings, group in zip(meta["groups"], self._packed_groups(), strict=True)
@@ -122,7 +122,7 @@ class Checkpointed:
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})  # type: ignore[arg-type]
         if self._paired is not None:
             shallow = {n: dict.fromkeys(names) | own for n, (names, own) in common.items()}
-            self._recut(lambda number: kind_of(number, shallow, params))  # type: ignore[attr-defined]
+            self._recut(lambda index: kind_of(index, shallow, params))  # type: ignore[attr-defined]
         self._set_inner_state(saved.states(self._pieces, common, params))  # type: ignore[attr-defined]
 
     def _packed_groups(self) -> Any:
@@ -187,9 +187,9 @@ class _Saved:
             self._read(wanted)
         return [self._state(piece, common, params, rooms) for piece in pieces]
 
-    def _names(self, number: int, common: Mapping[int, Any]) -> list[str]:
-        names = common[number][0] if number in common else []
-        return [name for name in names if f"state.{number}.{name}" in self._entries]
+    def _names(self, index: int, common: Mapping[int, Any]) -> list[str]:
+        names = common[index][0] if index in common else []
+        return [name for name in names if f"state.{index}.{name}" in self._entries]
 
     def _state(
         self,
@@ -198,14 +198,14 @@ class _Saved:
         params: Sequence[Tensor],
         rooms: Mapping[str, Mapping[int, Tensor]],
     ) -> dict[str, Any] | None:
-        number = piece.slices[0].param
-        if number not in common:
+        index = piece.slices[0].param
+        if index not in common:
             return None
-        names, kept = common[number][0], dict(common[number][1])
-        for name in self._names(number, common):
+        names, kept = common[index][0], dict(common[index][1])
+        for name in self._names(index, common):
             flat = [rooms[f"state.{part.param}.{name}"][part.start] for part in piece.slices]
             value = torch.cat(flat)
-            kept[name] = shaped_like(value, params[number]) if piece.is_whole else value
+            kept[name] = shaped_like(value, params[index]) if piece.is_whole else value
         return {name: kept[name] for name in names}
 
     def _read(self, state: dict[str, Any]) -> None:

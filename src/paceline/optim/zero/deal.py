@@ -55,7 +55,7 @@ def choose_shards(
         raise OptimizerArgumentError(f"shards is {shards!r}.", 'Choose "auto", "flat" or "whole".')
     if shards == "whole":
         return "whole"
-    odd = [number for number, param in enumerate(params) if not is_plain(param)]
+    odd = [index for index, param in enumerate(params) if not is_plain(param)]
     if shards == "flat" and odd:
         raise OptimizerArgumentError(
             f'shards="flat", but parameters {odd[:5]} are no plain stretches of memory.',
@@ -93,9 +93,9 @@ def deal(
 def _by_kind(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
     """Only parameters of one dtype and device can travel together; frozen ones need not."""
     kinds: dict[Hashable, dict[int, Tensor]] = {}
-    for number, param in params.items():
+    for index, param in params.items():
         kind = (param.dtype, param.device, param.requires_grad)
-        kinds.setdefault(kind, {})[number] = param
+        kinds.setdefault(kind, {})[index] = param
     return list(kinds.values())
 
 
@@ -111,19 +111,19 @@ def _flat_row(
 
 def owned_by(bounds: Sequence[int], params: Mapping[int, Tensor]) -> list[tuple[Slice, ...]]:
     """What each rank owns of parameters that are cut by ``bounds``."""
-    numbers, sizes = list(params), [param.numel() for param in params.values()]
-    return [slices_between(numbers, sizes, a, b) for a, b in itertools.pairwise(bounds)]
+    indices, sizes = list(params), [param.numel() for param in params.values()]
+    return [slices_between(indices, sizes, a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def _whole_row(params: Mapping[int, Tensor], group: Group, loads: Sequence[int], laid: bool) -> Row:
-    sizes = {number: param.numel() for number, param in params.items()}
+    sizes = {index: param.numel() for index, param in params.items()}
     owners = dict(zip(params, greedy_owners(list(sizes.values()), loads), strict=True))
     mine = [[n for n in params if owners[n] == rank] for rank in range(group.size())]
     if laid and all(is_plain(param) for param in params.values()):
         bounds = [0]
-        for numbers in mine:
-            bounds.append(bounds[-1] + sum(sizes[n] for n in numbers))
-        ordered = {n: params[n] for numbers in mine for n in numbers}
+        for indices in mine:
+            bounds.append(bounds[-1] + sum(sizes[n] for n in indices))
+        ordered = {n: params[n] for indices in mine for n in indices}
         return Laid(tuple(bounds), ordered, group)
-    owned = [[Slice(n, 0, sizes[n]) for n in numbers] for numbers in mine]
+    owned = [[Slice(n, 0, sizes[n]) for n in indices] for indices in mine]
     return Staged(owned, params, group)

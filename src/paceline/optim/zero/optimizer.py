@@ -106,13 +106,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     # -- what it is made of -------------------------------------------------------------------
 
     def _begin(self, ddp: Any) -> None:
-        numbers = self._param_to_index
+        indices = self._param_to_index
         if ddp is not None:
             self._require_cuttable()
             self._paired = _sharded(ddp, self._group)
-            self._rows.extend(pair(self._paired, numbers))
-        paired = {number for row in self._rows for number in row.params}
-        rest = {number: param for param, number in numbers.items() if number not in paired}
+            self._rows.extend(pair(self._paired, indices))
+        paired = {index for row in self._rows for index in row.params}
+        rest = {index: param for param, index in indices.items() if index not in paired}
         laid = self.parameters_as_bucket_view
         self._rows.extend(deal(rest, self._group, self._how, laid=laid))
         self._pieces = self._cut(range(len(self.param_groups)))
@@ -146,8 +146,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         self, groups: Sequence[int], kind: Callable[[int], Hashable] = lambda _: None
     ) -> list[LocalPiece]:
         """This rank's pieces of the parameters of some groups, in their order."""
-        numbers = self._param_to_index
-        group_of = {numbers[p]: g for g in groups for p in self.param_groups[g]["params"]}
+        indices = self._param_to_index
+        group_of = {indices[p]: g for g in groups for p in self.param_groups[g]["params"]}
         pieces = [piece for row in self._rows for piece in row.pieces(group_of, kind)]
         return sorted(pieces, key=lambda piece: piece.group)
 
@@ -175,12 +175,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         last = len(self.param_groups) - 1
         added = self.param_groups[last]["params"]
         self._all_params.extend(added)
-        numbers = self._param_to_index
+        indices = self._param_to_index
         for row in self._rows:
             if isinstance(row, PairedRow):
-                row.adopt(numbers)
+                row.adopt(indices)
         known = {id(param) for row in self._rows for param in row.params.values()}
-        fresh = {numbers[param]: param for param in added if id(param) not in known}
+        fresh = {indices[param]: param for param in added if id(param) not in known}
         loads = [sum(_owned(row, rank) for row in self._rows) for rank in range(self.world_size)]
         laid = self.parameters_as_bucket_view
         self._rows.extend(deal(fresh, self._group, self._how, laid=laid, loads=loads))
@@ -265,7 +265,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     def _let_rest(self) -> None:
         """Parameters that no rank had a gradient for take no step, as anywhere else."""
         rows = [row for row in self._rows if isinstance(row, PairedRow)]
-        idle = {number for row in rows for number in row.idle()}
+        idle = {index for row in rows for index in row.idle()}
         if idle or any(piece.rests for piece in self._pieces if isinstance(piece, RunPiece)):
             self._pieces = set_apart(self._pieces, idle, self.optim)
 
@@ -302,8 +302,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         inside = {n for row in self._rows if isinstance(row, PairedRow) for n in row.params}
         whole = [
             param.grad
-            for number, param in enumerate(self._index_to_param)
-            if number not in inside and param.grad is not None
+            for index, param in enumerate(self._index_to_param)
+            if index not in inside and param.grad is not None
         ]
         return Gradients(whole, parts, self._group if self._paired is not None else None)
 
@@ -400,15 +400,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         self._check_overlap_initialized()
         super().load_state_dict({**state_dict, "state": {}})
         saved = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
-        numbers = {key: number for number, key in enumerate(saved)}
+        indices = {key: index for index, key in enumerate(saved)}
         given = state_dict["state"].items()
-        self._take_state({numbers[key]: value for key, value in given if key in numbers})
+        self._take_state({indices[key]: value for key, value in given if key in indices})
 
     def _take_state(self, state: State) -> None:
         """Give the inner optimizer its part of the state of whole parameters."""
         params = self._index_to_param
         if self._paired is not None:
-            self._recut(lambda number: kind_of(number, state, params))
+            self._recut(lambda index: kind_of(index, state, params))
         self._set_inner_state([state_for(piece, state, params) for piece in self._pieces])
 
     def _recut(self, kind: Callable[[int], Hashable]) -> None:
@@ -470,7 +470,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
     @property
     def _param_to_index(self) -> dict[Tensor, int]:
-        return {param: number for number, param in enumerate(self._index_to_param)}
+        return {param: index for index, param in enumerate(self._index_to_param)}
 
     @property
     def _param_to_rank(self) -> dict[Tensor, int]:
@@ -494,9 +494,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     def _pieces_of(self, rank: int) -> list[LocalPiece]:
         if rank == self.rank:
             return self._pieces
-        numbers = self._param_to_index
+        indices = self._param_to_index
         group_of = {
-            numbers[p]: g for g, group in enumerate(self.param_groups) for p in group["params"]
+            indices[p]: g for g, group in enumerate(self.param_groups) for p in group["params"]
         }
         return [piece for row in self._rows for piece in row.pieces_of(rank, group_of)]
 

@@ -82,9 +82,9 @@ class PairedRow(Laid):
         starts = itertools.accumulate(sizes, initial=0)
         self._starts = dict(zip(self.params, starts, strict=False))
 
-    def adopt(self, numbers: Mapping[Tensor, int]) -> None:
-        """Learn the numbers of parameters that were nobody's so far."""
-        fresh = {n: numbers[p] for n, p in self.params.items() if n < 0 and p in numbers}
+    def adopt(self, indices: Mapping[Tensor, int]) -> None:
+        """Learn the indices of parameters that were nobody's so far."""
+        fresh = {n: indices[p] for n, p in self.params.items() if n < 0 and p in indices}
         self.params = {fresh.get(n, n): param for n, param in self.params.items()}
         self.owned = tuple(
             tuple(Slice(fresh.get(s.param, s.param), s.start, s.stop) for s in slices)
@@ -97,7 +97,7 @@ class PairedRow(Laid):
         touched = self.shard.touched
         if self.shard.grad is None or len(touched) == len(self.params):
             return set()
-        return {number for at, number in enumerate(self.params) if at not in touched}
+        return {index for at, index in enumerate(self.params) if at not in touched}
 
     def pieces(self, group_of: Mapping[int, int], kind: KindOf) -> list[LocalPiece]:
         def found(part: Slice) -> Hashable:
@@ -123,13 +123,13 @@ class PairedRow(Laid):
         return gradient
 
 
-def pair(sharded: GradientShards, numbers: Mapping[Tensor, int]) -> list[PairedRow]:
-    """A row for every bucket with a parameter of ours; ``numbers`` says which those are."""
+def pair(sharded: GradientShards, indices: Mapping[Tensor, int]) -> list[PairedRow]:
+    """A row for every bucket with a parameter of ours; ``indices`` says which those are."""
     rows = []
     strangers = itertools.count(-1, -1)  # the bucket has them, and this optimizer does not
     for shard in sharded.shards:
-        params = {_number(param, numbers, strangers): param for param in shard.params}
-        if any(number >= 0 for number in params):
+        params = {_index(param, indices, strangers): param for param in shard.params}
+        if any(index >= 0 for index in params):
             rows.append(PairedRow(shard, params, sharded.group))
     return rows
 
@@ -182,5 +182,5 @@ def _as_long(value: Any, run: RunPiece) -> bool:
     return isinstance(value, Tensor) and value.shape == run.tensor.shape
 
 
-def _number(param: Tensor, numbers: Mapping[Tensor, int], others: itertools.count[int]) -> int:
-    return numbers[param] if param in numbers else next(others)
+def _index(param: Tensor, indices: Mapping[Tensor, int], others: itertools.count[int]) -> int:
+    return indices[param] if param in indices else next(others)

@@ -21,7 +21,7 @@ class LocalPiece(Protocol):
     """Something that is stepped as one tensor."""
 
     tensor: Tensor  # what the optimizer is given
-    group: int  # the number of its parameter group
+    group: int  # the index of its parameter group
     slices: tuple[Slice, ...]  # what it holds of which parameters, in order
 
     @property
@@ -40,10 +40,10 @@ class WholePiece:
 
     is_whole = True
 
-    def __init__(self, param: Tensor, number: int, group: int) -> None:
+    def __init__(self, param: Tensor, index: int, group: int) -> None:
         self.tensor = param
         self.group = group
-        self.slices: tuple[Slice, ...] = (Slice(number, 0, param.numel()),)
+        self.slices: tuple[Slice, ...] = (Slice(index, 0, param.numel()),)
 
     def lend_grad(self) -> None:
         """Nothing to do: a parameter has its gradient."""

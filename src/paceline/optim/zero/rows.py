@@ -21,7 +21,7 @@ from .shards import Bounds, Slice, cut_slices, length_of, slices_between
 _WINDOW = 1 << 20  # elements of each rank that travel at once when there is no buffer of their own
 _WASTE = 1.25  # at most so many times the elements are sent to make ranks' parts equally long
 
-KindOf = Callable[[int], Hashable]  # of a parameter by its number; only equal ones share a run
+KindOf = Callable[[int], Hashable]  # of a parameter by its index; only equal ones share a run
 
 
 class Row:
@@ -31,7 +31,7 @@ class Row:
         self, owned: Sequence[Sequence[Slice]], params: Mapping[int, Tensor], group: Group
     ) -> None:
         self.owned = tuple(tuple(slices) for slices in owned)  # by rank
-        self.params = dict(params)  # by number
+        self.params = dict(params)  # by index
         self.group = group
         self.numel = sum(map(length_of, self.owned))
         self._awake = False
@@ -71,9 +71,9 @@ class Laid(Row):
     def __init__(
         self, bounds: Bounds, params: Mapping[int, Tensor], group: Group, length: int = 0
     ) -> None:
-        numbers, sizes = list(params), [param.numel() for param in params.values()]
+        indices, sizes = list(params), [param.numel() for param in params.values()]
         spans = list(itertools.pairwise(bounds))
-        super().__init__([slices_between(numbers, sizes, *s) for s in spans], params, group)
+        super().__init__([slices_between(indices, sizes, *s) for s in spans], params, group)
         self.bounds = bounds
         longest = max(b - a for a, b in spans)
         even = all(bound == min(r * longest, bounds[-1]) for r, bound in enumerate(bounds))

@@ -1,7 +1,7 @@
 """Which rank owns which stretch: pure functions on sizes.
 
-Parameters are counted by number. Laid one after the other they make a line of elements, and a line
-is cut by *bounds*: rank r owns the elements from ``bounds[r]`` up to ``bounds[r + 1]``.
+Parameters are known by their index. Laid one after the other they make a line of elements, and a
+line is cut by *bounds*: rank r owns the elements from ``bounds[r]`` up to ``bounds[r + 1]``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Bounds = tuple[int, ...]  # one more than there are ranks
 class Slice:
     """Elements ``start`` up to ``stop`` of one parameter, counted as they lie in its memory."""
 
-    param: int  # its number
+    param: int  # its index
     start: int
     stop: int
 
@@ -61,14 +61,14 @@ def greedy_owners(sizes: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]
 
 
 def slices_between(
-    numbers: Sequence[int], sizes: Sequence[int], start: int, stop: int
+    indices: Sequence[int], sizes: Sequence[int], start: int, stop: int
 ) -> tuple[Slice, ...]:
     """The parts of parameters, laid one after the other, between two places of the line."""
     found, at = [], 0
-    for number, size in zip(numbers, sizes, strict=True):
+    for index, size in zip(indices, sizes, strict=True):
         first, last = max(start, at), min(stop, at + size)
         if first < last:
-            found.append(Slice(number, first - at, last - at))
+            found.append(Slice(index, first - at, last - at))
         at += size
         if at >= stop:
             break

@@ -2,7 +2,7 @@
 
 What an optimizer keeps for a tensor is either elementwise (as long as the tensor: a momentum) or
 common to all of its elements (a step count). The first is cut and put together with the parameter,
-the second is repeated. A state dict holds, for every parameter by its number, what an optimizer on
+the second is repeated. A state dict holds, for every parameter by its index, what an optimizer on
 one process would hold; so it says nothing of how many ranks there were.
 """
 
@@ -21,7 +21,7 @@ from ...errors import OptimizerStateError
 from .pieces import LocalPiece
 from .shards import Slice
 
-State = Mapping[int, Mapping[str, Any]]  # by number of parameter and name
+State = Mapping[int, Mapping[str, Any]]  # by index of parameter and name
 
 # Common to all elements even of a parameter without dimensions, whose momentum looks the same.
 _COMMON = frozenset({"step", "mu_product", "eta", "mu"})
@@ -77,7 +77,7 @@ def assemble(shares: Iterable[Share], params: Sequence[Tensor]) -> dict[int, dic
     by_param: dict[int, list[Share]] = {}
     for share in shares:
         by_param.setdefault(share.part.param, []).append(share)
-    return {number: _joined(by_param[number], params[number]) for number in sorted(by_param)}
+    return {index: _joined(by_param[index], params[index]) for index in sorted(by_param)}
 
 
 def _joined(shares: Sequence[Share], param: Tensor) -> dict[str, Any]:
@@ -106,14 +106,14 @@ def _whole(shares: Sequence[Share], name: str, param: Tensor) -> Tensor:
 
 def state_for(piece: LocalPiece, state: State, params: Sequence[Tensor]) -> dict[str, Any] | None:
     """What ``piece`` is to keep, in memory of its own; None if it has no state."""
-    number = piece.slices[0].param
-    own = state.get(number)
+    index = piece.slices[0].param
+    own = state.get(index)
     if not own:
         return None
     if piece.is_whole:
         whole: dict[str, Any] = copied(own)
         return whole
-    names = elementwise_names(own, params[number])
+    names = elementwise_names(own, params[index])
     kept = {name: copied(value) for name, value in own.items() if name not in names}
     for name in names:
         parts = [
@@ -124,12 +124,12 @@ def state_for(piece: LocalPiece, state: State, params: Sequence[Tensor]) -> dict
     return {name: kept[name] for name in own}
 
 
-def kind_of(number: int, state: State, params: Sequence[Tensor]) -> Hashable:
+def kind_of(index: int, state: State, params: Sequence[Tensor]) -> Hashable:
     """Equal for parameters whose state can be one: the same names, the same common values."""
-    own = state.get(number)
+    own = state.get(index)
     if not own:
         return ()
-    names = elementwise_names(own, params[number])
+    names = elementwise_names(own, params[index])
     return tuple((name, None if name in names else _frozen(value)) for name, value in own.items())
 
 

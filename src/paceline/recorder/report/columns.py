@@ -23,7 +23,7 @@ class Names:
         self.known: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """The same number for the same name."""
+        """Its number: one for each name, counted from 0."""
         return self.known.setdefault(name, len(self.known))
 
 

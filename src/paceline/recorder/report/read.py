@@ -41,7 +41,7 @@ def read(directory: Path) -> Run:
 
 
 def _cleaned(log: RankLog) -> RankLog:
-    """The same log without characters that a terminal or a page would obey."""
+    """``log`` without characters that a terminal or a page would obey."""
     names = {name: shown(getattr(log, name)) for name in ("host", "backend", "torch", "paceline")}
     return msgspec.structs.replace(
         log,
@@ -77,7 +77,7 @@ def _check_length(directory: Path, logs: Sequence[RankLog]) -> None:
 
 
 def on_one_clock(log: RankLog) -> RankLog:
-    """The same log with its times on rank 0's clock."""
+    """``log`` with its times on rank 0's clock."""
     offset = log.clock_offset
     if offset == 0:
         return log

@@ -134,7 +134,7 @@ class ForeignEngine:
         return self._work(work, [tensor], reduced=True)
 
     def _combined(self, tensor: Tensor, call: Call) -> Work:
-        """The same where a group might add up whatever it is told: gathered, and reduced here."""
+        """The ranks' ``tensor`` in one: gathered and reduced here, as the group might only add."""
         parts = [torch.empty_like(tensor) for _ in self._ranks()]
         combine = COMBINE[call.reduction]
 

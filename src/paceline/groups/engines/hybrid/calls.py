@@ -79,7 +79,7 @@ def tell(row: list[int]) -> str:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as a flat tensor of bytes."""
+    """The memory of ``tensor`` as a flat tensor of bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

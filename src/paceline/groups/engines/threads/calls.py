@@ -179,7 +179,7 @@ _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}  # torch cannot a
 
 
 def _reduced_uint64(tensors: Sequence[Tensor], reduction: str) -> Tensor:
-    """The same on int64, which has the same bits but for their order."""
+    """All ``tensors`` in one, on int64, which has the same bits but for their order."""
     signed = [t.view(torch.int64) for t in tensors]
     if reduction in ("min", "max"):
         lowest = torch.iinfo(torch.int64).min
