@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any
 
 from . import hooks, join, optim, policies
+from ._torch import patches
 from .ddp import (
     DistributedDataParallel,
     Replicated,
@@ -22,6 +23,7 @@ from .ddp import (
     replicate,
     set_strict,
 )
+from .groups import catch_up
 
 _ALGORITHMS = "torch.distributed.algorithms"
 _HOOKS = f"{_ALGORITHMS}.ddp_comm_hooks"
@@ -129,12 +131,15 @@ def install(*, strict: bool = False) -> Installation:
             _replace_in(module, meant)
     if _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
+    catch_up()
     return _installed[-1]
 
 
 def uninstall() -> None:
     """Make torch's names mean torch's again, whatever was installed how often.
 
+    What the first group changed in ``torch.compile``, so that graphs take our groups where they
+    call ``torch.distributed``, is taken back too, until the next group is made or installed for.
     Models that are wrapped stay as they are, and so does a module, unless it is one of torch's,
     that imported a name meanwhile.
     """
@@ -151,6 +156,7 @@ def uninstall() -> None:
         if isinstance(module, ModuleType) and module.__name__.split(".")[0] == "torch":
             _replace_in(module, torchs)
     _places.clear()
+    patches.take_back()
 
 
 def _meant_by(source: ModuleType) -> dict[int, tuple[Any, Any]]:

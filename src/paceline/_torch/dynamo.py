@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule
 
+from . import patches
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -30,6 +32,16 @@ imports Dynamo when the function is defined, which takes seconds."""
 def trace_instead(function: Any, traced: Callable[..., Any]) -> None:
     """Have Dynamo trace ``traced`` wherever ``function`` is called."""
     function._torchdynamo_inline = traced
+
+
+def trace_torchs_instead(function: Any, traced: Callable[..., Any]) -> Any:
+    """Have Dynamo trace ``traced`` wherever torch's ``function`` is called, until it is taken back.
+
+    Returns a copy of ``function`` that is traced as ever.
+    """
+    twin = copied(function)
+    patches.put(function, "_torchdynamo_inline", traced)
+    return twin
 
 
 def copied(function: Any) -> Any:
@@ -108,6 +120,11 @@ class _Heard:
 
     def __call__(self, told: Any) -> None:
         self.is_for(told.compile_id)
+
+
+def before_compile(function: Any) -> Any:
+    """What ``torch.compile`` was given when it returned ``function``; else ``function`` itself."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def reason_of(error: Exception) -> str:

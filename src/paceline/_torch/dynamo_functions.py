@@ -15,13 +15,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-from .opaque import opaque_meta
+from . import patches
+from .opaque import seen_as_itself
 
 _instead: dict[Any, Callable[..., Any]] = {}  # by the function that users call
-_classes: list[type] = []
+_classes: set[type] = set()
 
 
 class _Remaps(dict[Any, Any]):
@@ -33,15 +33,17 @@ class _Remaps(dict[Any, Any]):
 
 
 def trace_for(cls: type, functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Have Dynamo trace these when the group in the call is a ``cls``; called once.
+    """Have Dynamo trace these when the group in the call is a ``cls``, until it is taken back.
 
     The keys are names in ``torch.distributed``. Returns those that are not in Dynamo's table.
     """
+    from torch.distributed import _functional_collectives as functional
+
     table = functional.traceable_collective_remaps
     known = {function.__name__: function for function in table}
     _instead.update({known[name]: ours for name, ours in functions.items() if name in known})
-    _classes.append(cls)
-    functional.traceable_collective_remaps = _Remaps(table)
+    _classes.add(cls)
+    patches.put(functional, "traceable_collective_remaps", _Remaps(table))
     return {name: ours for name, ours in functions.items() if name not in known}
 
 
@@ -60,7 +62,8 @@ def _prepare() -> None:
             return usual(self, tx, args, kwargs)
         return UserFunctionVariable(ours).call_function(tx, list(args), kwargs)
 
-    CollectiveFunctionRewriteVariable.call_function = call
+    patches.put(CollectiveFunctionRewriteVariable, "call_function", call)
+    patches.after_take_back(_prepare.cache_clear)
 
 
 def _is_for_us(tx: Any, function: Any, args: Any, kwargs: Any) -> bool:
@@ -80,7 +83,7 @@ def _is_ours(variable: Any) -> bool:
         variable = variable.realize()
     if variable is None or (variable.is_python_constant() and not variable.as_python_constant()):
         # Dynamo of 2.11 sees any default group as torch's own, and makes functional calls of it.
-        sees = isinstance(_classes[0], opaque_meta())
+        sees = all(map(seen_as_itself, _classes))
         return sees and isinstance(c10d.GroupMember.WORLD, tuple(_classes))
     real = getattr(getattr(variable, "value", None), "real_obj", None)
     return isinstance(real, tuple(_classes))

@@ -13,16 +13,35 @@ are without us: a graph break at each use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from . import patches
+
 _watched: set[type] = set()  # classes whose objects are pinned when they are compared
+
+
+def _base_classes() -> tuple[Any, Any]:
+    """The class that such types inherit from, and its metaclass."""
+    for module, name in (
+        ("torch._custom_class_base", "CustomClassBase"),  # since 2.14
+        ("torch._opaque_base", "OpaqueBase"),  # to 2.13; later ones warn when it is imported
+    ):
+        with contextlib.suppress(ImportError):
+            found = import_module(module)
+            return getattr(found, name), getattr(found, f"{name}Meta")
+    return object, type
+
+
+GraphInput, GraphInputMeta = _base_classes()
 
 
 class Seen(Enum):
@@ -40,10 +59,18 @@ def missing() -> str:
         from torch._library.effects import EffectType  # noqa: F401
     except ImportError as error:
         return f"torch {torch.__version__} has no {error.name}"
-    for name in ("register_opaque_type", "MemberType", "get_opaque_type_name"):
+    for name in (_registers(), "MemberType", "get_opaque_type_name"):
         if not hasattr(opaque_object, name):
             return f"torch {torch.__version__} has no torch._library.opaque_object.{name}"
     return ""
+
+
+def _registers() -> str:
+    """The name of the function that registers a type."""
+    from torch._library import opaque_object
+
+    new = "register_custom_class"  # since 2.14, which logs a warning when it hears the old name
+    return new if hasattr(opaque_object, new) else "register_opaque_type"
 
 
 def name_as_input(
@@ -62,21 +89,21 @@ def name_as_input(
         shared = cls in _watched and _pin_what_is_compared()
         return [*guarded(value), None if shared else id(value)]
 
+    kind = "symbolic" if _registers() == "register_custom_class" else "reference"
     try:
-        opaque.register_opaque_type(cls, typ="reference", guard_fn=guard, members=seen)
+        getattr(opaque, _registers())(cls, typ=kind, guard_fn=guard, members=seen)
     except TypeError:  # 2.11 wants a metaclass that its own ProcessGroup does not have yet
         _enter_by_hand(cls, guard, seen)
     _watch(cls)
     return opaque.get_opaque_type_name(cls)
 
 
-def opaque_meta() -> type:
-    """The metaclass of classes whose traced objects pass for their instances; 2.12 gave it to
-    ProcessGroup.
-    """
-    from torch._opaque_base import OpaqueBaseMeta
+def seen_as_itself(cls: type) -> bool:
+    """Whether traced objects of ``cls`` pass for its instances; to 2.11 a traced Group is none.
 
-    return OpaqueBaseMeta
+    2.12 gave ProcessGroup the metaclass that does it.
+    """
+    return isinstance(cls, GraphInputMeta)
 
 
 def _enter_by_hand(cls: Any, guarded: Callable[[Any], Sequence[object]], members: Any) -> None:
@@ -146,9 +173,12 @@ def _pin_what_is_compared() -> bool:
 def _pin_each() -> None:
     from torch._dynamo.variables import builtin, object_protocol, script_object
 
-    variable = script_object.TorchScriptObjectVariable
+    if hasattr(script_object, "CustomClassObjectVariable"):  # since 2.14
+        variable, compares = script_object.CustomClassObjectVariable, "tp_richcompare_impl"
+    else:
+        variable, compares = script_object.TorchScriptObjectVariable, "richcompare_impl"
     same, equal = object_protocol.vt_identity_compare, variable.is_python_equal
-    compare, hashed = variable.richcompare_impl, variable.hash_impl
+    compare, hashed = getattr(variable, compares), variable.hash_impl
 
     def is_same(left: Any, right: Any) -> Any:
         _pin(left, right)
@@ -168,9 +198,12 @@ def _pin_each() -> None:
 
     if hasattr(variable, "repr_impl"):
         _write_as_they_do(builtin.BuiltinVariable, variable)
-    builtin.vt_identity_compare = object_protocol.vt_identity_compare = is_same
-    variable.is_python_equal, variable.richcompare_impl = is_equal, is_compared
-    variable.hash_impl = is_hashed
+    patches.put(builtin, "vt_identity_compare", is_same)
+    patches.put(object_protocol, "vt_identity_compare", is_same)
+    patches.put(variable, "is_python_equal", is_equal)
+    patches.put(variable, compares, is_compared)
+    patches.put(variable, "hash_impl", is_hashed)
+    patches.after_take_back(_pin_what_is_compared.cache_clear)
 
 
 def _pin(*variables: Any) -> None:
@@ -200,4 +233,5 @@ def _write_as_they_do(builtin: Any, variable: Any) -> None:
         real = getattr(getattr(arg.realize(), "value", None), "real_obj", None)
         return written(arg, tx) if type(real) in _watched else print_(self, tx, arg)
 
-    variable.repr_impl, builtin.call_str = written, printed
+    patches.put(variable, "repr_impl", written)
+    patches.put(builtin, "call_str", printed)

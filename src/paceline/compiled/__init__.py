@@ -1,8 +1,12 @@
 """The path that torch.compile traces: groups, meshes and hooks inside a graph, and what it does.
 
-Importing it makes ``torch.compile`` take groups (``UNAVAILABLE`` says why, where it cannot).
+``torch.compile`` takes groups from the first one on that is made, if it can (``UNAVAILABLE`` says
+why not); importing this tells torch nothing.
 """
 
+from .._torch import opaque
+from ..groups import before_next_group, catch_up
+from . import wire
 from .explain import Planned, Schedule, explain
 from .module_hooks import gradient_hook, hooks_of, keep_hooks, on_gradient, refuse_hooks
 from .objects import offer_groups
@@ -10,7 +14,10 @@ from .settings import Settings
 from .step import Step, train_step
 from .wrapper_path import offer_forward
 
-UNAVAILABLE = offer_groups()
+UNAVAILABLE = opaque.missing()
+before_next_group(wire.define_operators)
+before_next_group(offer_groups)
+catch_up()
 offer_forward()
 
 __all__ = [

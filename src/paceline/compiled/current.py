@@ -12,8 +12,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._C._distributed_c10d import _current_process_group
 from torch.distributed import ProcessGroup
+
+from .._torch.c10d import current_group
 
 _this: Any = sys.modules[__name__]
 _entered: list[ProcessGroup] = []  # within one trace; empty before and after it
@@ -21,7 +22,7 @@ _entered: list[ProcessGroup] = []  # within one trace; empty before and after it
 
 def __getattr__(name: str) -> Any:
     if name == "of_this_thread":
-        return _current_process_group()
+        return current_group()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

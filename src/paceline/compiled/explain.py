@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
-from .._torch import dynamo
+from .._torch import c10d, dynamo, graphs
 from ..errors import NotPlannedError
 from ..groups import Group, Traffic, new_group, process_group
 
@@ -115,7 +113,7 @@ def explain(
     if world_size is None:
         return _read_all(_graphs(step, args, kwargs), 0)
     fake = new_group("fake", store=HashStore(), rank=rank, world_size=world_size)
-    args, kwargs = pytree.tree_map_only(Group, lambda _: fake, (args, kwargs))
+    args, kwargs = graphs.map_only(Group, lambda _: fake, (args, kwargs))
     with process_group(fake):
         schedule = _read_all(_graphs(step, args, kwargs), world_size)
     for planned in schedule.collectives:
@@ -129,13 +127,12 @@ def explain(
 
 
 def _graphs(step: Any, args: Any, kwargs: Any) -> list[Graph]:
-    from torch._dynamo.exc import TorchDynamoException
-
-    step = getattr(step, "_torchdynamo_orig_callable", step)  # of a function that is compiled
+    step = dynamo.before_compile(step)
     try:
         return [g.graph for g in dynamo.graphs_of(step, args, kwargs)]
-    except TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        if not (reason := dynamo.reason_of(error)):
+            raise
         raise NotPlannedError(
             f"The step is not one graph: {reason}.",
             "torch.compile(step, fullgraph=True) says where; the cause is below this error.",
@@ -170,10 +167,7 @@ class _Operation:
     @property
     def name(self) -> tuple[str, str]:
         """(namespace, name) of the operator; empty for what is none."""
-        if not isinstance(self.target, torch._ops.OpOverload):
-            return "", ""
-        namespace, _, name = self.target._schema.name.partition("::")
-        return namespace, name
+        return graphs.operator_name(self.target)
 
     @property
     def starts(self) -> bool:
@@ -192,12 +186,12 @@ class _Operation:
         """Whether it does arithmetic, rather than move a tensor or name it anew."""
         if self.starts or self.waits or self.name[0] in ("", "paceline"):
             return False
-        moved = self.name[1] in _MOVES or any(r.alias_info for r in self.target._schema.returns)
+        moved = self.name[1] in _MOVES or graphs.names_anew(self.target)
         return not moved
 
     def needed(self) -> Iterator[Node]:
         """Where its arguments come from; the token is no argument."""
-        for argument in pytree.arg_tree_leaves(*self.args):
+        for argument in graphs.leaves_of(*self.args):
             if isinstance(argument, Node):
                 yield argument
 
@@ -230,7 +224,7 @@ class _Reader:
 
     def _await(self, operation: _Operation) -> None:
         """Count what was computed since the start of what is awaited here."""
-        for awaited in pytree.arg_tree_leaves(operation.args[_WAITS[operation.name]]):
+        for awaited in graphs.leaves_of(operation.args[_WAITS[operation.name]]):
             for index in self._needs.get(awaited, ()):
                 at = index - self._first
                 between = self._nodes[self._place[self._starts[at]] : self._place[operation.node]]
@@ -287,7 +281,7 @@ def _call_of(operation: _Operation, ranks: int) -> tuple[str, str, list[Tensor],
 
 def _ranks_of(group: Any) -> int:
     if isinstance(group, str):
-        return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
+        return int(c10d.named_group(group).size())  # type: ignore[arg-type]
     return int(_value(group).size())
 
 

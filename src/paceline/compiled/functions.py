@@ -14,20 +14,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import dynamo, dynamo_functions, opaque
+from .._torch import dynamo, dynamo_functions, functional, opaque
 from ..groups import Group
 
 _torch: dict[str, Any] = {}  # torch's own, for all other groups
-_SEEN_AS_GROUPS = isinstance(Group, opaque.opaque_meta())  # not in 2.11
+_SEEN_AS_GROUPS = opaque.seen_as_itself(Group)  # not in 2.11
 
 
 def offer_functions() -> None:
-    """Have Dynamo trace these; called once."""
+    """Have Dynamo trace these, until the changes to torch are taken back."""
     if not _SEEN_AS_GROUPS:
-        _offer("traced_group_name", functional._resolve_group_name, traced_group_name)
+        _offer("traced_group_name", functional.resolver(), traced_group_name)
     rest = dynamo_functions.trace_for(Group, {**_COLLECTIVES, **_MESSAGES})
     for name, traced in {**rest, **_FACTS}.items():
         if hasattr(dist, name):  # some are new in 2.13
@@ -35,8 +34,7 @@ def offer_functions() -> None:
 
 
 def _offer(name: str, function: Any, traced: Any) -> None:
-    _torch[name] = dynamo.copied(function)
-    dynamo.trace_instead(function, traced)
+    _torch[name] = dynamo.trace_torchs_instead(function, traced)
 
 
 def traced_group_name(group: Any, tag: str = "") -> Any:

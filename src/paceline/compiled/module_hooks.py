@@ -17,21 +17,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._opaque_base import OpaqueBase
-from torch.library import Library, register_fake
-from torch.nn.modules import module as torch_modules
 from typing_extensions import Self
 
 from .._torch import opaque
+from .._torch.nn import (
+    backward_hooks,
+    backward_pre_hooks,
+    has_global_backward_hooks,
+    has_old_backward_hooks,
+)
+from .._torch.tensors import hooks_of as tensor_hooks
+from .._torch.tensors import late_hooks_of
 from ..errors import HookRefusedError, HookResultError, UnsupportedError
+from . import operators
 
 Gradients = tuple["Tensor | None", ...]
-_library = Library("paceline", "FRAGMENT")
 
 
 # -- what runs when gradients pass ----------------------------------------------------------------
@@ -50,7 +56,7 @@ class Passage(Protocol):
         """Gradients have passed the module; those that go on to what is before it."""
 
 
-class Gate(OpaqueBase):
+class Gate(opaque.GraphInput):  # type: ignore[misc]
     """A passage as a graph sees it: an input, whatever is behind it."""
 
     def __init__(self, passage: Passage) -> None:
@@ -70,14 +76,15 @@ class ModulePassage:
     def take(self) -> None:
         """Take the hooks over from the module."""
         module, self._outputs = self._module, {}
-        self.before, self.after = dict(module._backward_pre_hooks), dict(module._backward_hooks)
-        module._backward_pre_hooks.clear()
-        module._backward_hooks.clear()
+        before, after = backward_pre_hooks(module), backward_hooks(module)
+        self.before, self.after = dict(before), dict(after)
+        before.clear()
+        after.clear()
 
     def give_back(self) -> None:
         """Give them back to it."""
-        self._module._backward_pre_hooks.update(self.before)
-        self._module._backward_hooks.update(self.after)
+        backward_pre_hooks(self._module).update(self.before)
+        backward_hooks(self._module).update(self.after)
 
     def leave(self, call: int, gradients: Gradients, unentered: int) -> Gradients:
         for hook in list(self.before.values()):
@@ -158,10 +165,11 @@ def _passed(
         ]
 
 
-def _offer() -> str:
-    """Define the operators; returns why this torch cannot have them, or nothing."""
+@cache
+def _offer() -> None:
+    """Define the operators, or raise that this torch cannot have them."""
     if reason := opaque.missing():
-        return reason
+        raise UnsupportedError("torch.compile", "hooks inside a graph", f"{reason}.")
     name = opaque.name_as_input(Gate, {}, lambda gate: [])
     arguments = (
         "(Tensor call, int[] places, int size, int unentered, Tensor[] grads, "
@@ -177,20 +185,13 @@ def _offer() -> str:
         ("leave", arguments, _leave, _shapes),
         ("enter", arguments, _enter, _shapes),
     ):
-        _library.define(f"{operator}{schema}")
-        _library.impl(operator, kernel, "CompositeExplicitAutograd")
-        register_fake(f"paceline::{operator}", shapes, lib=_library)
-        opaque.keep_in_order(_library, f"paceline::{operator}")
-    return ""
+        operators.define(operator, schema, kernel, shapes, in_order=True)
 
 
 def _shapes(
     call: Tensor, places: Any, size: int, unentered: int, grads: list[Tensor], gate: Any
 ) -> list[Tensor]:
     return [torch.empty_like(grad) for grad in grads]
-
-
-UNAVAILABLE = _offer()
 
 
 class _Passing(torch.autograd.Function):
@@ -299,12 +300,11 @@ def keep_hooks(model: nn.Module) -> KeptHooks:
     Until ``remove()`` the hooks are called by the gates, in eager mode and in compiled code alike.
     Hooks that no gate can call (of the old ``register_backward_hook``, of all modules) are refused.
     """
-    if UNAVAILABLE:
-        raise UnsupportedError("torch.compile", "hooks inside a graph", f"{UNAVAILABLE}.")
+    _offer()
     refuse_hooks(model, gated=True)
     kept = KeptHooks({}, {})
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if backward_hooks(module) or backward_pre_hooks(module):
             gated = kept.gated[module] = _gated(name or type(module).__name__, module)
             gated.passage.take()
             if "forward" in module.__dict__:
@@ -333,6 +333,7 @@ def _gated(name: str, module: nn.Module) -> _GatedForward:
 
 def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> Gate:
     """``hook`` for :func:`on_gradient`; to be made outside the graph."""
+    _offer()
     return Gate(TensorPassage(hook))
 
 
@@ -352,22 +353,22 @@ def hooks_of(model: nn.Module, *, gated: bool = False) -> Iterator[str]:
     ``gated``: leave out those that :func:`keep_hooks` keeps, and those of parameters, which an
     eager backward pass calls.
     """
-    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+    if has_global_backward_hooks():
         yield "a backward hook of all modules (register_module_full_backward_hook)"
     for name, module in model.named_modules():
         where = name or type(module).__name__
-        old = module._is_full_backward_hook is False and bool(module._backward_hooks)
-        for hook in module._backward_hooks.values():
+        old = has_old_backward_hooks(module)
+        for hook in backward_hooks(module).values():
             if old or not gated:
                 kind = "register_backward_hook" if old else "full backward hook"
                 yield f"{_name_of(hook)} of {where} ({kind})"
-        for hook in module._backward_pre_hooks.values():
+        for hook in backward_pre_hooks(module).values():
             if not gated:
                 yield f"{_name_of(hook)} of {where} (full backward pre-hook)"
     for name, param in model.named_parameters() if not gated else ():
-        for hook in (param._backward_hooks or {}).values():
+        for hook in tensor_hooks(param).values():
             yield f"{_name_of(hook)} of {name} (tensor hook)"
-        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in late_hooks_of(param).values():
             yield f"{_name_of(hook)} of {name} (post-accumulate hook)"
 
 

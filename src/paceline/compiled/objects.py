@@ -9,13 +9,14 @@ all groups of the same rank and size, and a group never gets what was made for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from types import FunctionType
 
 from torch.distributed import HashStore
 
-from .._torch import dynamo, opaque
+from .._torch import dynamo, opaque, patches
 from .._torch.opaque import Seen
-from ..groups import Group, current_process_group, new_group, process_group
+from ..groups import Group, before_next_group, current_process_group, new_group, process_group
 from . import current, functions, traced
 
 
@@ -51,10 +52,9 @@ def _functions() -> Iterator[FunctionType]:
             yield found
 
 
-def offer_groups() -> str:
-    """Let ``torch.compile`` take groups; returns why it cannot, or nothing. Called once."""
-    if reason := opaque.missing():
-        return reason
+@cache
+def _name_groups() -> None:
+    """What concerns our own classes and functions alone, and stays."""
     traced.define_operators(opaque.name_as_input(Group, members(), _guarded))
     for name, instead in (("_do", traced.traced_do), ("_do_all", traced.traced_do_all)):
         dynamo.trace_instead(getattr(Group, name), instead)
@@ -62,5 +62,15 @@ def offer_groups() -> str:
         dynamo.never_trace(function)
     dynamo.trace_instead(current_process_group, current.traced_current_process_group)
     dynamo.trace_instead(process_group, current.traced_process_group)
-    functions.offer_functions()
-    return ""
+
+
+def offer_groups() -> None:
+    """Let ``torch.compile`` take groups, if this torch can.
+
+    What is changed in torch for it is taken back by ``uninstall()``, and done again with the next
+    group.
+    """
+    if not opaque.missing():
+        _name_groups()
+        functions.offer_functions()
+        patches.after_take_back(partial(before_next_group, offer_groups))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._reducer import local
 from .._torch import dynamo, inductor
+from .._torch.tensors import hooks_of, late_hooks_of
 from ..ddp import DistributedDataParallel
 from ..errors import HookRefusedError
 
@@ -43,8 +44,7 @@ def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
     for slot, param in enumerate(params):
         known = slot < len(reducer.names)
         own = reducer.hooks_on(slot) if known else 0
-        after = param._post_accumulate_grad_hooks
-        if param._backward_hooks or (after is not None and len(after) > own):
+        if hooks_of(param) or len(late_hooks_of(param)) > own:
             name = reducer.names[slot] if known else f"parameter {slot} of the optimizer"
             return f"{name} has a hook of its own"
     return ""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import dynamo, optim
+from .._torch import dynamo, foreach, optim
+from .._torch.nn import backward_hooks, backward_pre_hooks
 from ..ddp import DistributedDataParallel
 from ..errors import ModuleArgumentError, ModuleTypeError
 from . import graph_passes, program, reasons, step_plan, updates
@@ -177,7 +178,7 @@ class Step:
 
     def _keep_hooks(self) -> contextlib.AbstractContextManager[object]:
         """Backward hooks of modules are called by the graph."""
-        hooked = any(m._backward_hooks or m._backward_pre_hooks for m in self._modules)
+        hooked = any(backward_hooks(m) or backward_pre_hooks(m) for m in self._modules)
         return keep_hooks(self.ddp.module) if hooked else contextlib.nullcontext()
 
     # -- behind the graph ---------------------------------------------------------------------
@@ -206,7 +207,7 @@ class Step:
             return
         if self.settings.max_norm is not None and self.grad_norm is not None:
             factor = updates.clip_factor(self.grad_norm, self.settings.max_norm)
-            torch._foreach_mul_([p.grad for p in rest if p.grad is not None], factor)
+            foreach.mul_([p.grad for p in rest if p.grad is not None], factor)
         updates.step_only(self.optimizer, rest)
 
     # -- eager --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._reducer import Bucket, Reducer
-from .._torch import dynamo
+from .._torch import dynamo, graphs
 from ..errors import NotPlannedError
 from ..groups import Traffic
 from .binding import Binding
@@ -96,6 +96,4 @@ class _Walk:
 
 def _computes(node: Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return False
-    return not any(result.alias_info for result in target._schema.returns)
+    return graphs.operator_name(target)[0] == "aten" and not graphs.names_anew(target)

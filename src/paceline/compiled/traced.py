@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed import Work as TorchWork
-from torch.library import Library, register_fake
 
-from .._torch import opaque
 from ..errors import UnsupportedError
 from ..groups import Group
+from . import operators
 
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast"})
 NO_TIMEOUT = -1.0
@@ -37,7 +36,6 @@ _CALL = (
     "(Tensor[] inputs, Tensor[] outputs, str kind, str reduction, SymInt root, SymInt tag, "
     "SymInt[] input_splits, SymInt[] output_splits, float timeout, {group} group)"
 )
-_library = Library("paceline", "FRAGMENT")
 
 
 # -- what runs --------------------------------------------------------------------------------
@@ -151,10 +149,7 @@ def define_operators(group_type: str) -> None:
         ("start", f"{call} -> Tensor", _start, _shape_of_ticket),
         ("finish", finish, _finish, _shapes_of_finish),
     ):
-        _library.define(f"{name}{schema}")
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
-        register_fake(f"paceline::{name}", shapes, lib=_library)
-        opaque.keep_in_order(_library, f"paceline::{name}")
+        operators.define(name, schema, kernel, shapes, in_order=True)
 
 
 # -- what is traced in the place of a Group's methods -----------------------------------------

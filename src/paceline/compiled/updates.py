@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .._torch import foreach
+from .._torch.optim import has_step_hooks
+from .._torch.tensors import version_of
+
 Tensors = list[Tensor]
 
 
@@ -57,7 +61,7 @@ def why_not(optimizer: Optimizer) -> str:
     """Why a graph cannot do what the optimizer does; empty when it can."""
     if type(optimizer) not in (SGD, Adam, AdamW):
         return f"{type(optimizer).__name__} is none of SGD, Adam and AdamW"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"{type(optimizer).__name__} has hooks on its step"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -98,7 +102,7 @@ def hold(optimizer: Optimizer, classes: Sequence[Class], params: Sequence[Tensor
 
 
 def _versions(steps: Sequence[Tensor]) -> int:
-    return sum(step._version for step in steps)
+    return sum(map(version_of, steps))
 
 
 def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
@@ -177,7 +181,7 @@ def count_step(classes: Sequence[Class], used: Sequence[bool]) -> None:
     for found in classes:
         stepped = [s for slot, s in zip(found.slots, found.steps, strict=False) if used[slot]]
         if stepped:
-            torch._foreach_add_(stepped, 1.0)
+            foreach.add_(stepped, 1.0)
         if len(stepped) == len(found.steps):  # else the class falls apart: it is found anew
             found.taken += 1
             found.versions = _versions(found.steps)
@@ -215,11 +219,11 @@ def apply(
 ) -> None:
     """Step ``params``; ``n`` holds what :func:`numbers_of` says."""
     if kind.maximize:
-        grads = list(torch._foreach_neg(grads))
+        grads = list(foreach.neg(grads))
     if kind.decays and kind.decoupled:
-        torch._foreach_mul_(params, n[1])
+        foreach.mul_(params, n[1])
     elif kind.decays:
-        grads = list(torch._foreach_add(grads, torch._foreach_mul(params, n[1])))
+        grads = list(foreach.add(grads, foreach.mul(params, n[1])))
     if kind.name == "sgd":
         _sgd(kind, params, grads, state, n)
     else:
@@ -229,35 +233,35 @@ def apply(
 def _sgd(kind: Kind, params: Tensors, grads: Tensors, state: dict[str, Tensors], n: Tensor) -> None:
     if kind.momentum:
         buffers = state["momentum_buffer"]
-        torch._foreach_mul_(buffers, n[2])
-        torch._foreach_add_(buffers, torch._foreach_mul(grads, n[3]))
+        foreach.mul_(buffers, n[2])
+        foreach.add_(buffers, foreach.mul(grads, n[3]))
         if kind.nesterov:
-            grads = list(torch._foreach_add(grads, torch._foreach_mul(buffers, n[2])))
+            grads = list(foreach.add(grads, foreach.mul(buffers, n[2])))
         else:
             grads = buffers
-    torch._foreach_add_(params, torch._foreach_mul(grads, -n[0]))
+    foreach.add_(params, foreach.mul(grads, -n[0]))
 
 
 def _adam(
     kind: Kind, params: Tensors, grads: Tensors, state: dict[str, Tensors], n: Tensor
 ) -> None:
     means, squares = state["exp_avg"], state["exp_avg_sq"]
-    torch._foreach_add_(means, torch._foreach_mul(torch._foreach_sub(grads, means), n[2]))
-    torch._foreach_mul_(squares, n[3])
-    torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), n[4]))
+    foreach.add_(means, foreach.mul(foreach.sub(grads, means), n[2]))
+    foreach.mul_(squares, n[3])
+    foreach.add_(squares, foreach.mul(foreach.mul(grads, grads), n[4]))
     if kind.amsgrad:
-        torch._foreach_maximum_(state["max_exp_avg_sq"], squares)
+        foreach.maximum_(state["max_exp_avg_sq"], squares)
         squares = state["max_exp_avg_sq"]
-    roots = torch._foreach_div(torch._foreach_sqrt(squares), n[5])
+    roots = foreach.div(foreach.sqrt(squares), n[5])
     # As a list: added as one tensor it would be read from the GPU first, and everything awaited.
-    steps = torch._foreach_div(means, torch._foreach_add(roots, [n[6]] * len(roots)))
-    torch._foreach_add_(params, torch._foreach_mul(steps, -n[0]))
+    steps = foreach.div(means, foreach.add(roots, [n[6]] * len(roots)))
+    foreach.add_(params, foreach.mul(steps, -n[0]))
 
 
 def clip(grads: Tensors, max_norm: float) -> tuple[Tensors, Tensor]:
     """The gradients, scaled down if their norm is above ``max_norm``; and that norm."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, clip_factor(norm, max_norm))), norm
+    norm = torch.linalg.vector_norm(torch.stack(foreach.norm(grads)))
+    return list(foreach.mul(grads, clip_factor(norm, max_norm))), norm
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

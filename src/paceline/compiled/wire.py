@@ -18,14 +18,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 
 from .._reducer import Reducer
 from .._torch.dynamo import in_compiled_autograd
 from ..ddp import DistributedDataParallel, wrapper_numbered
 from ..errors import ModuleStateError
+from . import operators
 
-library = Library("paceline", "FRAGMENT")
 _wires: WeakKeyDictionary[DistributedDataParallel, Wire] = WeakKeyDictionary()
 
 
@@ -211,7 +210,9 @@ _OPERATORS: tuple[tuple[str, str, Callable[..., object], Callable[..., object]],
     ("hand_over", _GIVE, _hand_over, _a_number),
     ("average", "(Tensor tickets, Tensor wire) -> Tensor", _average, _a_number),
 )
-for _name, _schema, _kernel, _fake in _OPERATORS:
-    library.define(_name + _schema)
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    register_fake(f"paceline::{_name}", _fake, lib=library)
+
+
+def define_operators() -> None:
+    """Make the operators; called once."""
+    for name, schema, kernel, shapes in _OPERATORS:
+        operators.define(name, schema, kernel, shapes)

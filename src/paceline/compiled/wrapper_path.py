@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._torch import dynamo
+from .._torch.graphs import map_only
 from ..ddp import DistributedDataParallel, forward_in_graph, wrapper_numbered
 from . import reasons
 from .turns import WrapperTurns
@@ -73,7 +73,7 @@ def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) ->
     torch.ops.paceline.before_forward(buffers, trains, alone, ddp.traced.number)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
-        inputs, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (inputs, kwargs))
+        inputs, kwargs = map_only(Tensor, lambda t: t.to(device), (inputs, kwargs))
     if alone or not trains:
         return ddp.module(*inputs, **kwargs)
     take_turn(ddp.traced.number)
@@ -126,5 +126,5 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def offer_forward() -> None:
-    """Have ``torch.compile`` trace it; called once."""
+    """Have ``torch.compile`` trace it: a note on a function of ours. Called once."""
     dynamo.trace_instead(forward_in_graph, traced_forward)

@@ -38,6 +38,7 @@ from . import objects, torch_world
 from .collectives import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine, LentEngine
 from .engines.around import engine_around
+from .first_use import group_is_made
 from .lineage import Lineage, Reopen
 from .options import GroupOptions
 from .strict import Checks
@@ -67,6 +68,7 @@ class Group(Lineage):
             cast("LentEngine", engine).lend_to(self)
         self._open_board(wrapped)
         _all_here.add(self)
+        group_is_made()
 
     def _open_board(self, wrapped: ProcessGroup | None = None) -> None:
         """Let calls be recorded; all wrappers of one torch group write to the same board."""
