@@ -12,6 +12,7 @@ current_task = torch._C._current_graph_task_id
 their gradient and nothing of the pass it belongs to."""
 
 NO_TASK = -1
+"""What :data:`current_task` says outside of any backward pass."""
 
 call_after_backward = Variable._execution_engine.queue_callback
 """Call a function when the backward pass that runs now has ended, of which no public hook tells."""

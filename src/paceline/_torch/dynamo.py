@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from . import patches
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 untraced = torch._disable_dynamo
@@ -68,7 +68,7 @@ def never_trace(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
-def folded(function: F) -> F:
+def folded(function: _F) -> _F:
     """Have Dynamo call ``function`` when it traces, and take the result for a constant.
 
     ``torch.compiler.assume_constant_result`` does the same and imports Dynamo, which takes seconds.

@@ -13,6 +13,12 @@ batch_norm = _BatchNorm.forward
 """What every BatchNorm does by itself; SyncBatchNorm has another forward of the same name."""
 
 
+def check_batch(layer: nn.SyncBatchNorm, given: Tensor) -> None:
+    """Raise what ``layer`` raises for an input of a shape that it does not normalize."""
+    layer._check_input_dim(given)
+    layer._check_non_zero_input_channels(given)
+
+
 def parameters_dict(module: nn.Module) -> dict[str, Any]:
     """Where ``module`` itself keeps its parameters; ``setattr`` would check and copy each."""
     return module._parameters

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from .._reducer import Ledger
-from .._torch.nn import batch_norm
+from .._torch.nn import batch_norm, check_batch
 from ..errors import ModuleStateError
 from ..groups import Group
 from .rows import Rows
@@ -134,8 +134,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         # Not for nothing: dividing by the number of elements, torch's kernels end a process on x86.
         if group is None or (group.size() == 1 and input.numel()):
             return batch_norm(self, input)
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
+        check_batch(self, input)
         line = Line(group, self._paceline_group, self._paceline_number)
         statistics = gather_statistics(input, line)
         if statistics.count == 1:
