@@ -107,12 +107,11 @@ def _reads(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str, str]]:
             foreign = node.attr in torchs() and not own
             if foreign or node.attr not in ours or _root(node) in known:
                 yield node.lineno, ast.unparse(node), node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in READERS:
-                for argument in node.args:
-                    name = argument.value if isinstance(argument, ast.Constant) else ""
-                    if _is_private(name) and (name in torchs() or name not in ours):
-                        yield node.lineno, ast.unparse(node), str(name)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in READERS:
+            strings = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            for name in filter(_is_private, strings):
+                if name in torchs() or name not in ours:
+                    yield node.lineno, ast.unparse(node), str(name)
 
 
 def _is_pythons(node: ast.Attribute) -> bool:

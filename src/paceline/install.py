@@ -14,6 +14,7 @@ from typing import Any
 
 from . import hooks, join, optim, policies
 from ._torch import patches
+from ._torch.first_use import catch_up
 from .ddp import (
     DistributedDataParallel,
     Replicated,
@@ -23,7 +24,6 @@ from .ddp import (
     replicate,
     set_strict,
 )
-from .groups import catch_up
 
 _ALGORITHMS = "torch.distributed.algorithms"
 _HOOKS = f"{_ALGORITHMS}.ddp_comm_hooks"

@@ -5,7 +5,7 @@ why not); importing this tells torch nothing.
 """
 
 from .._torch import opaque
-from ..groups import before_next_group, catch_up
+from .._torch.first_use import before_next_group, catch_up
 from . import wire
 from .explain import Planned, Schedule, explain
 from .module_hooks import gradient_hook, hooks_of, keep_hooks, on_gradient, refuse_hooks

@@ -15,8 +15,9 @@ from types import FunctionType
 from torch.distributed import HashStore
 
 from .._torch import dynamo, opaque, patches
+from .._torch.first_use import before_next_group
 from .._torch.opaque import Seen
-from ..groups import Group, before_next_group, current_process_group, new_group, process_group
+from ..groups import Group, current_process_group, new_group, process_group
 from . import current, functions, traced
 
 

@@ -17,7 +17,6 @@ from .factory import (
     new_group,
     process_group,
 )
-from .first_use import before_next_group, catch_up
 from .group import Group
 from .options import GroupOptions
 from .torch_world import offer_to_init_process_group, store_of
@@ -41,9 +40,7 @@ __all__ = [
     "Store",
     "Traffic",
     "Work",
-    "before_next_group",
     "capabilities",
-    "catch_up",
     "current_process_group",
     "group_or_default",
     "group_to_call",

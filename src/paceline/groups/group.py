@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from .._torch import c10d
+from .._torch.first_use import group_is_made
 from .._transport import Clock
 from ..errors import MonitoredBarrierError
 from ..recorder import events
@@ -38,7 +39,6 @@ from . import objects, torch_world
 from .collectives import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine, LentEngine
 from .engines.around import engine_around
-from .first_use import group_is_made
 from .lineage import Lineage, Reopen
 from .options import GroupOptions
 from .strict import Checks

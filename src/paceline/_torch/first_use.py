@@ -42,6 +42,12 @@ class Waiting:
 
 
 _waiting = Waiting()
+
 before_next_group = _waiting.before_next_group
+"""Call a function when a group is made next, once."""
+
 group_is_made = _waiting.group_is_made
+"""Call what waits for a group: there is one."""
+
 catch_up = _waiting.catch_up
+"""Call what waits for a group now, if there has been one."""
