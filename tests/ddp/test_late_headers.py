@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ from paceline import DistributedDataParallel as DDP
 from paceline import replicate
 from paceline.errors import PeerError
 from paceline.groups import Group
-from paceline.optim import ZeroRedundancyOptimizer
+from paceline.optim import (
+    LocalSGD,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+)
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.toys import TINY, Branches, Grads, assert_same, data, grads, mean_grads, stack
 
@@ -262,6 +269,61 @@ def test_a_sharded_optimizer_hears_before_it_steps() -> None:
                 ddp(batch(0, 1), True)
 
     run_ranks(2, one_rank)
+
+
+def zero(ddp: DDP, group: Group) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, group, lr=0.1)
+
+
+def local_sgd(ddp: DDP, group: Group) -> torch.optim.Optimizer:
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    return LocalSGD(ddp.module, inner, 100, process_group=group)
+
+
+def post_local_sgd(ddp: DDP, group: Group) -> torch.optim.Optimizer:
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(100, 100, group))
+
+
+@pytest.mark.parametrize("make", [zero, local_sgd, post_local_sgd])
+def test_an_optimizer_of_ours_hears_before_it_steps(make: Any) -> None:
+    def one_rank(group: Group) -> None:
+        ddp = late(Unlucky(), group)
+        optimizer = make(ddp, group)
+        other = torch.optim.SGD(stack(3, 3).parameters(), lr=0.1)
+        train(ddp, group.rank())
+        before = [p.detach().clone() for p in ddp.parameters()]
+        other.step()  # which has nothing to do with it
+        if group.rank() == 0:
+            with pytest.raises(PeerError, match="in the last pass"):
+                optimizer.step()
+        for param, was in zip(ddp.parameters(), before, strict=True):
+            assert torch.equal(param, was)
+
+    run_ranks(2, one_rank)
+
+
+def test_a_wrapper_that_is_no_more_is_heard_at_the_end_of_the_group() -> None:
+    def one_rank(group: Group) -> bool:
+        inner = group.split([0, 1])
+        assert inner is not None
+        ddp = late(Unlucky(), inner)
+        train(ddp, group.rank())
+        gone = weakref.ref(ddp.replica)
+        del ddp
+        for turn in range(2):  # two threads at once do not both collect
+            if turn == group.rank():
+                gc.collect()
+            group.barrier()
+        assert gone() is None
+        if group.rank() == 0:
+            with pytest.raises(PeerError, match="in the last pass"):
+                inner.shutdown()
+        else:
+            inner.shutdown()
+        return True
+
+    assert all(run_ranks(2, one_rank))
 
 
 def test_a_model_that_asks_before_it_is_saved_can_be_copied_and_pickled() -> None:

@@ -125,6 +125,10 @@ class Mailbox:
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
         self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
 
+    def reset(self) -> None:
+        """Begin anew; whoever holds it still does."""
+        self._usual, self._unread = torch.empty(0), None
+
     def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
         """Say this rank's part; what is usual is kept ready."""
         if not said.usual:

@@ -306,6 +306,18 @@ class Reducer:
         if self._hear_earlier():
             raise PeerError(self.group.rank(), {}, "in the last pass")
 
+    @property
+    def unheard(self) -> Callable[[], None]:
+        """:meth:`hear` for somebody who outlives this reducer and keeps none of its memory."""
+        mailbox, group = self._mailbox, self.group
+
+        def hear() -> None:
+            earlier = mailbox.earlier(group.size())
+            if earlier is not None and (earlier.trouble or earlier.late):
+                raise PeerError(group.rank(), {}, "in the last pass")
+
+        return hear
+
     def _agree_on_unit(self) -> None:
         most = torch.tensor([self.ledger.weight], device=self.params[0].device)
         self.group.all_reduce(most, ReduceOp.MAX)
@@ -650,7 +662,8 @@ class Reducer:
         """Begin anew, as in the first pass; every rank does so at the same time."""
         self.layout.forget()
         self.picture.forget()
-        self.latest, self._mailbox = None, Mailbox()
+        self.latest = None
+        self._mailbox.reset()
         self.ledger.unit = 1.0  # whoever joins knows of no other
         self.listeners.remove()  # they know buckets that are gone
         if not self.alone:

@@ -1,18 +1,22 @@
 """What the last pass said and nobody has read yet: asked for where somebody relies on that pass.
 
 On a device headers are read a pass later, so that ranks do not stop (``_reducer/header.py``). After
-the last pass there is no later one. So a state dict, of the wrapper or of its module, and the end
-of the group ask first, and raise what another rank said.
+the last pass there is no later one. So a state dict, of the wrapper or of its module, the end of
+the group and optimizers of ours, which step together with those of other ranks, ask first, and
+raise what another rank said. The end of the group asks also for a wrapper that is no more.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import PeerError
 
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _replicas: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
+# What hears for a replica that is no more; the list is the end of the group's, too.
+_heirs: weakref.WeakKeyDictionary[Replica, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
 def watch(replica: Replica) -> None:
@@ -32,13 +38,39 @@ def watch(replica: Replica) -> None:
         module.register_state_dict_pre_hook(ask_first)
     held = weakref.ref(replica)
     _replicas[module] = held
+    heirs = _heirs[replica] = [replica.reducer.unheard]
 
     def ask() -> None:
         living = held()
-        if living is not None:
-            living.hear()
+        for hear in heirs if living is None else (living.hear,):
+            hear()
 
     replica.group.before_shutdown(ask)
+    _ask_before_steps()
+
+
+def follow(replica: Replica) -> None:
+    """The replica has another reducer."""
+    if replica in _heirs:
+        _heirs[replica][:] = [replica.reducer.unheard]
+
+
+@functools.cache  # for as long as this process runs: once
+def _ask_before_steps() -> None:
+    register_optimizer_step_pre_hook(_ask_before_step)
+
+
+def _ask_before_step(optimizer: Optimizer, *_: object) -> None:
+    if getattr(optimizer, "asks_first", False):  # it is one of ours, and others step with it
+        _ask_for(optimizer)
+
+
+def _ask_for(optimizer: Optimizer) -> None:
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for held in list(_replicas.values()):
+        living = held()
+        if living is not None and any(id(p) in stepped for p in living.reducer.params):
+            living.hear()
 
 
 def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:

@@ -182,6 +182,7 @@ class Replica:
         self.verify()
         before = self.trained
         self.reducer = self.reducer.successor(*self._choose_trained(keep))
+        pending.follow(self)
         self._let_go.forget()
         self._let_go = LetGo(_without(before, self.trained), self.group.rank())
         self._let_go.watch(weakref.WeakMethod(self._is_averaged))
@@ -427,9 +428,9 @@ class Replica:
         """Go on in another group; every one of its ranks does so at the same time."""
         self.refuse_if_sharded("the group was changed")
         self.group = group
-        pending.watch(self)
         for reducer in (self.reducer, *self.companions):
             reducer.move_to(group)
+        pending.watch(self)
         self._lend_to_layers()
 
     def __reduce__(self) -> tuple[Any, ...]:

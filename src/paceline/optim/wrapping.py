@@ -21,6 +21,8 @@ class Wrapping(Optimizer):
     new ones, and schedulers and scripts that hold this object must see those.
     """
 
+    asks_first = True  # before a step, whether the last backward pass failed; see ddp/pending.py
+
     def __init__(self, optim: Optimizer) -> None:
         if not isinstance(optim, Optimizer):
             raise AveragingTypeError(

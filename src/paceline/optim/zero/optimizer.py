@@ -62,6 +62,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, ddp=ddp, lr=1e-3)
     """
 
+    asks_first = True  # before a step, whether the last backward pass failed; see ddp/pending.py
+
     def __init__(
         self,
         params: Any,
