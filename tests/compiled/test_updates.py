@@ -45,7 +45,7 @@ def graph_step(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> Non
     slots = {p: n for n, p in enumerate(params)}
     classes = updates.classes_of(optimizer, slots)
     for found in classes:
-        numbers = torch.tensor(updates.numbers_of(optimizer, found), dtype=torch.float64)
+        numbers = torch.tensor(updates.hyperparameters_of(optimizer, found), dtype=torch.float64)
         own = [params[slot] for slot in found.slots]
         with torch.no_grad():
             updates.apply(found.kind, own, [grads[s] for s in found.slots], found.state, numbers)

@@ -8,7 +8,7 @@ from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
 from .shards import Shard, ShardedGradients
-from .summary import Summary
+from .summary import ReducerSummary
 from .tensors import local
 from .weights import Ledger
 
@@ -21,10 +21,10 @@ __all__ = [
     "Observers",
     "Pass",
     "Reducer",
+    "ReducerSummary",
     "Shard",
     "ShardedGradients",
     "Spec",
-    "Summary",
     "assign",
     "listen",
     "local",

@@ -46,7 +46,7 @@ from .listeners import Listeners
 from .observers import Observers
 from .passes import Pass, Role
 from .shards import ShardedGradients
-from .summary import Summary
+from .summary import ReducerSummary
 from .tensors import divide, local
 from .unused import Picture
 from .weights import Ledger
@@ -786,10 +786,10 @@ class Reducer:
         """How many of the hooks that run behind a parameter's gradient are the reducer's own."""
         return 1 if self.listeners else 0
 
-    def summary(self) -> Summary:
+    def summary(self) -> ReducerSummary:
         """What torch's logging data tells of buckets and passes."""
         layout, picture = self.layout, self.picture
-        return Summary(
+        return ReducerSummary(
             sizes=[spec.nbytes for spec in layout.specs],
             first_plan=layout.first_plan,
             first_caps=layout.first_caps,

@@ -1,4 +1,4 @@
-"""Summary: what a reducer can say about its buckets and passes, for torch's logging data."""
+"""ReducerSummary: what a reducer can say about its buckets and passes, for torch's logging data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .plan import Assignment
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReducerSummary:
     """Buckets and passes so far; parameters are given by their indices."""
 
     sizes: Sequence[int]  # of the parameters, in bytes

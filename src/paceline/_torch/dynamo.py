@@ -140,7 +140,7 @@ def reason_of(error: Exception) -> str:
 # -- graphs -----------------------------------------------------------------------------------
 
 
-class Traced(Exception):
+class GraphTraced(Exception):
     """Raised in the place of running a graph."""
 
 
@@ -161,7 +161,7 @@ def graphs_of(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Grap
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-    with contextlib.suppress(Traced), _whole_steps():
+    with contextlib.suppress(GraphTraced), _whole_steps():
         compiled(*args, **kwargs)
     return graphs
 
@@ -189,7 +189,7 @@ def in_compiled_autograd() -> bool:
 
 
 def _stop(*inputs: Any) -> Any:
-    raise Traced
+    raise GraphTraced
 
 
 def tracing_backward() -> AbstractContextManager[object]:

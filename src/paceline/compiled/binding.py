@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import program, updates
-from .program import Layout, Loss, Place
+from .program import AveragePlace, Loss, StepLayout
 from .settings import Settings
 from .wire import Wire
 
@@ -32,7 +32,7 @@ class Binding:
         self.unfit = updates.why_not(optimizer)  # why the optimizer is no part of the graph
         self.params: list[Tensor] = []  # by slot: the reducer's, then others of the optimizer
         self.classes: list[updates.Class] = []
-        self.layout: Layout | None = None
+        self.layout: StepLayout | None = None
         self._whole: Callable[..., Any] | None = None
         self._gathering: Callable[..., Any] | None = None
         self._seen: tuple[object, ...] = ()  # what all of that was made from
@@ -59,7 +59,7 @@ class Binding:
             self._wire.number,
             self._held(),
             [found.state for found in self.classes],
-            self._numbers(),
+            self._hyperparameters(),
         )
 
     def gathering(self, compiler: Compiler) -> Callable[..., Any]:
@@ -71,9 +71,9 @@ class Binding:
             )
         return self._gathering
 
-    def _numbers(self) -> Tensor:
+    def _hyperparameters(self) -> Tensor:
         """What the classes need to know in this step, a row for each."""
-        rows = [updates.numbers_of(self._optimizer, found) for found in self.classes]
+        rows = [updates.hyperparameters_of(self._optimizer, found) for found in self.classes]
         device = self.params[0].device
         # From memory that is not pinned, a copy waits for all that the GPU has yet to do.
         rows_here = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -118,10 +118,10 @@ class Binding:
         others = (p for group in self._optimizer.param_groups for p in group["params"])
         return [*averaged, *(p for p in others if p.requires_grad and p not in known)]
 
-    def _rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def _rows(self, indices: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """A bucket's parameters, cut behind large ones, so that these are copied from cache."""
         row: list[int] = []
-        for number in numbers:
+        for number in indices:
             row.append(number)
             if self._wire.reducer.is_large(number):
                 yield tuple(row)
@@ -129,15 +129,15 @@ class Binding:
         if row:
             yield tuple(row)
 
-    def _make_layout(self) -> Layout:
+    def _make_layout(self) -> StepLayout:
         reducer = self._wire.reducer
         buckets = reducer.buckets if reducer.averages else ()
-        places: list[Place | None] = [None] * len(self.params)
+        places: list[AveragePlace | None] = [None] * len(self.params)
         for index, bucket in enumerate(buckets):
             for number, view in zip(bucket.numbers, bucket.views, strict=True):
                 offset = int(view.storage_offset() - bucket.buffer.storage_offset())
-                places[number] = Place(index, offset, tuple(view.shape), view.stride())
-        return Layout(
+                places[number] = AveragePlace(index, offset, tuple(view.shape), view.stride())
+        return StepLayout(
             launches=tuple(row for bucket in buckets for row in self._rows(bucket.numbers)),
             places=tuple(places),
             classes=tuple(found.key for found in self.classes),

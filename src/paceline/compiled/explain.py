@@ -151,7 +151,7 @@ def _read_all(graphs: Sequence[Graph], ranks: int) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _Operation:
+class _OperatorCall:
     """A call of an operator, with or without the token that keeps it in order."""
 
     node: Node
@@ -159,7 +159,7 @@ class _Operation:
     args: tuple[Any, ...]
 
     @classmethod
-    def of(cls, node: Node) -> _Operation:
+    def of(cls, node: Node) -> _OperatorCall:
         if "with_effects" in str(node.target):
             return cls(node, node.args[1], tuple(node.args[2:]))
         return cls(node, node.target, tuple(node.args))
@@ -212,7 +212,7 @@ class _Reader:
 
     def read(self) -> list[Planned]:
         for node in self._nodes:
-            operation = _Operation.of(node)
+            operation = _OperatorCall.of(node)
             self._trace_back(operation)
             if operation.starts:
                 self._found.append(self._plan(operation))
@@ -222,16 +222,16 @@ class _Reader:
                 self._await(operation)
         return self._found
 
-    def _await(self, operation: _Operation) -> None:
+    def _await(self, operation: _OperatorCall) -> None:
         """Count what was computed since the start of what is awaited here."""
         for awaited in graphs.leaves_of(operation.args[_WAITS[operation.name]]):
             for index in self._needs.get(awaited, ()):
                 at = index - self._first
                 between = self._nodes[self._place[self._starts[at]] : self._place[operation.node]]
-                count = sum(_Operation.of(node).computes for node in between)
+                count = sum(_OperatorCall.of(node).computes for node in between)
                 self._found[at] = replace(self._found[at], meanwhile=count)
 
-    def _trace_back(self, operation: _Operation) -> None:
+    def _trace_back(self, operation: _OperatorCall) -> None:
         """Note what the node depends on: collectives, and the last computation."""
         needed = list(operation.needed())
         self._needs[operation.node] = frozenset().union(
@@ -241,7 +241,7 @@ class _Reader:
         latest = max(lasts, key=self._place.__getitem__, default=None)
         self._last[operation.node] = operation.node if operation.computes else latest
 
-    def _plan(self, operation: _Operation) -> Planned:
+    def _plan(self, operation: _OperatorCall) -> Planned:
         node = operation.node
         kind, reduction, given, ranks = _call_of(operation, self._ranks)
         nbytes = sum(t.numel() * t.element_size() for t in given) if kind != "barrier" else 0
@@ -257,14 +257,14 @@ class _Reader:
             nbytes=nbytes,
             wire_bytes=traffic.bytes_sent,
             ranks=ranks,
-            after="" if last is None else f"{_Operation.of(last).name[1]} ({last.name})",
+            after="" if last is None else f"{_OperatorCall.of(last).name[1]} ({last.name})",
             waits_for=tuple(sorted(self._needs[node])),
             meanwhile=0,
             line=_line(node),
         )
 
 
-def _call_of(operation: _Operation, ranks: int) -> tuple[str, str, list[Tensor], int]:
+def _call_of(operation: _OperatorCall, ranks: int) -> tuple[str, str, list[Tensor], int]:
     """(kind, reduction, tensors given, number of ranks)."""
     namespace, name = operation.name
     args = operation.args

@@ -56,7 +56,7 @@ class Passage(Protocol):
         """Gradients have passed the module; those that go on to what is before it."""
 
 
-class Gate(opaque.GraphInput):  # type: ignore[misc]
+class PassageGate(opaque.GraphInput):  # type: ignore[misc]
     """A passage as a graph sees it: an input, whatever is behind it."""
 
     def __init__(self, passage: Passage) -> None:
@@ -131,19 +131,29 @@ def _replaced(module: str, hook: str, result: Any, gradients: Gradients) -> Grad
 _calls = itertools.count(1)
 
 
-def _begin(gate: Gate) -> Tensor:
+def _begin(gate: PassageGate) -> Tensor:
     return torch.tensor(next(_calls))
 
 
 def _leave(
-    call: Tensor, places: list[int], size: int, unentered: int, grads: list[Tensor], gate: Gate
+    call: Tensor,
+    places: list[int],
+    size: int,
+    unentered: int,
+    grads: list[Tensor],
+    gate: PassageGate,
 ) -> list[Tensor]:
     number = int(call.item())
     return _passed(lambda given: gate.passage.leave(number, given, unentered), places, size, grads)
 
 
 def _enter(
-    call: Tensor, places: list[int], size: int, unentered: int, grads: list[Tensor], gate: Gate
+    call: Tensor,
+    places: list[int],
+    size: int,
+    unentered: int,
+    grads: list[Tensor],
+    gate: PassageGate,
 ) -> list[Tensor]:
     number = int(call.item())
     return _passed(lambda given: gate.passage.enter(number, given), places, size, grads)
@@ -170,7 +180,7 @@ def _offer() -> None:
     """Define the operators, or raise that this torch cannot have them."""
     if reason := opaque.missing():
         raise UnsupportedError("torch.compile", "hooks inside a graph", f"{reason}.")
-    name = opaque.name_as_input(Gate, {}, lambda gate: [])
+    name = opaque.name_as_input(PassageGate, {}, lambda gate: [])
     arguments = (
         "(Tensor call, int[] places, int size, int unentered, Tensor[] grads, "
         f"{name} gate) -> Tensor[]"
@@ -198,7 +208,7 @@ class _Passing(torch.autograd.Function):
     """What passes a gate, unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, gate: PassageGate, call: Tensor, where: Any, *tensors: Tensor) -> Any:
         ctx.gate, ctx.where = gate, where
         ctx.save_for_backward(call)
         return tuple(t.view_as(t) for t in tensors)
@@ -229,7 +239,7 @@ def _places(values: Sequence[Any]) -> list[int]:
 
 
 def _through(
-    function: Any, gate: Gate, call: Tensor, values: Sequence[Any], unentered: int = -1
+    function: Any, gate: PassageGate, call: Tensor, values: Sequence[Any], unentered: int = -1
 ) -> list[Any]:
     """``values`` with those that need a gradient passed through ``function``."""
     places, result = _places(values), list(values)
@@ -249,7 +259,7 @@ class _GatedForward:
 
     def __init__(self, passage: ModulePassage, forward: Callable[..., Any]) -> None:
         self.passage = passage
-        self.gate = Gate(passage)
+        self.gate = PassageGate(passage)
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -331,13 +341,13 @@ def _gated(name: str, module: nn.Module) -> _GatedForward:
     return known.gated
 
 
-def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> Gate:
+def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> PassageGate:
     """``hook`` for :func:`on_gradient`; to be made outside the graph."""
     _offer()
-    return Gate(TensorPassage(hook))
+    return PassageGate(TensorPassage(hook))
 
 
-def on_gradient(tensor: Tensor, hook: Gate) -> Tensor:
+def on_gradient(tensor: Tensor, hook: PassageGate) -> Tensor:
     """``tensor``, with ``hook`` called on its gradient; use what is returned in its place."""
     call = torch.ops.paceline.begin(hook)
     passed: Tensor = _through(_Leaving, hook, call, (tensor,))[0]

@@ -2,7 +2,7 @@
 
 The functions here are what is compiled, so they are plain: no objects of ours inside but lists,
 numbers and tensors. Everything that a step needs to know when it runs is an argument; everything
-that the graph depends on is in :class:`Layout`, and another layout is another program.
+that the graph depends on is in :class:`StepLayout`, and another layout is another program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _programs = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Place:
+class AveragePlace:
     """Where a parameter's average lies in the memory of the buckets."""
 
     bucket: int
@@ -38,24 +38,26 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """What the graph of a step depends on, beside the model and the loss."""
 
-    launches: tuple[tuple[int, ...], ...]  # slots, the reducer's numbers too, that go together
-    places: tuple[Place | None, ...]  # by slot; None: this parameter is not averaged
+    launches: tuple[tuple[int, ...], ...]  # slots, the reducer's indices too, that go together
+    places: tuple[AveragePlace | None, ...]  # by slot; None: this parameter is not averaged
     classes: tuple[tuple[Kind, tuple[int, ...]], ...]  # who is updated how, by slot
     max_norm: float | None
     autocast: torch.dtype | None
     keep: bool  # gradients that are not averaged are returned
 
 
-def write(module: nn.Module, loss_fn: Loss, params: Tensors, layout: Layout) -> Callable[..., Any]:
+def write(
+    module: nn.Module, loss_fn: Loss, params: Tensors, layout: StepLayout
+) -> Callable[..., Any]:
     """The function of a whole step: forward, backward, averages, clipping and update.
 
     It takes the buckets' memory, the wire, gradients that were gathered and are not averaged, by
-    slot, the classes' state and numbers, and the batch. It returns the loss, the norm of all
-    gradients if they are clipped, those gradients that are not averaged, and for each slot whether
-    this rank's graph reached the parameter.
+    slot, the classes' state and hyperparameters, and the batch. It returns the loss, the norm of
+    all gradients if they are clipped, those gradients that are not averaged, and for each slot
+    whether this rank's graph reached the parameter.
     """
     differentiate = _backward_of(module, loss_fn, params, layout.autocast)
 
@@ -64,7 +66,7 @@ def write(module: nn.Module, loss_fn: Loss, params: Tensors, layout: Layout) -> 
         wire: Tensor,
         held: list[Tensor | None],
         states: list[dict[str, Tensors]],
-        numbers: Tensor,
+        hyperparameters: Tensor,
         *batch: Any,
     ) -> tuple[Any, ...]:
         loss, fresh = differentiate(*batch)
@@ -74,7 +76,7 @@ def write(module: nn.Module, loss_fn: Loss, params: Tensors, layout: Layout) -> 
         if layout.max_norm is not None:
             norm = _clip(grads, layout.max_norm)
         for row, (kind, slots) in enumerate(layout.classes):
-            _update(kind, slots, params, grads, local, states[row], numbers[row])
+            _update(kind, slots, params, grads, local, states[row], hyperparameters[row])
         used = tuple([grad is not None for grad in local])
         kept = [
             grad if place is None else None
@@ -130,7 +132,7 @@ def _sum(grad: Tensor | None, held: Tensor | None) -> Tensor | None:
 
 
 def _averaged(
-    layout: Layout, buffers: Tensors, wire: Tensor, local: Sequence[Tensor | None]
+    layout: StepLayout, buffers: Tensors, wire: Tensor, local: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     tickets = []
     for row in layout.launches:
@@ -161,7 +163,7 @@ def _update(
     grads: Sequence[Tensor | None],
     local: Sequence[Tensor | None],
     state: dict[str, Tensors],
-    numbers: Tensor,
+    hyperparameters: Tensor,
 ) -> None:
     """Step those that this rank's graph reached; whoever else has an average is stepped later."""
     here = [at for at, slot in enumerate(slots) if local[slot] is not None]
@@ -169,4 +171,4 @@ def _update(
         chosen = [params[slots[at]] for at in here]
         given = [grads[slots[at]] for at in here]
         own = {name: [tensors[at] for at in here] for name, tensors in state.items()}
-        updates.apply(kind, chosen, given, own, numbers)  # type: ignore[arg-type]
+        updates.apply(kind, chosen, given, own, hyperparameters)  # type: ignore[arg-type]

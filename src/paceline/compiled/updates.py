@@ -5,8 +5,8 @@ change between compiled and eager steps need nothing. Every number that may chan
 (learning rate, momentum, the corrections of Adam) goes in as a tensor: a schedule does not compile
 anew. What an optimizer *does* (Nesterov, AMSGrad) is part of the graph.
 
-Parameters that share all numbers are a *class*: those of a parameter group that have taken equally
-many steps.
+Parameters that share all hyperparameters are a *class*: those of a parameter group that have taken
+equally many steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kind:
 
 @dataclass(eq=False)
 class Class:
-    """Parameters that share all numbers, and where their state is."""
+    """Parameters that share all hyperparameters, and where their state is."""
 
     kind: Kind
     group: int  # of the optimizer
@@ -71,18 +71,18 @@ def why_not(optimizer: Optimizer) -> str:
     return ""
 
 
-def classes_of(optimizer: Optimizer, numbers: dict[Tensor, int]) -> list[Class]:
+def classes_of(optimizer: Optimizer, indices: dict[Tensor, int]) -> list[Class]:
     """The classes of those parameters that have a number; their state is made if there is none."""
     found: list[Class] = []
     for index, group in enumerate(optimizer.param_groups):
-        params = [p for p in group["params"] if p in numbers]
+        params = [p for p in group["params"] if p in indices]
         kind = _kind(optimizer, group)
         by_steps: dict[float, list[Tensor]] = {}
         for param, taken in zip(params, _taken(optimizer, kind, group, params), strict=True):
             by_steps.setdefault(taken, []).append(param)
         for taken, members in by_steps.items():
             state = {n: [optimizer.state[p][n] for p in members] for n in _names(kind)}
-            slots, steps = tuple(numbers[p] for p in members), state.pop("step", [])
+            slots, steps = tuple(indices[p] for p in members), state.pop("step", [])
             found.append(Class(kind, index, slots, state, steps, taken, _versions(steps)))
     return found
 
@@ -153,10 +153,10 @@ def _step_dtype(group: dict[str, Any]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-# -- numbers ----------------------------------------------------------------------------------
+# -- hyperparameters --------------------------------------------------------------------------
 
 
-def numbers_of(optimizer: Optimizer, found: Class) -> list[float]:
+def hyperparameters_of(optimizer: Optimizer, found: Class) -> list[float]:
     """What the rule of a class needs to know in the step that comes."""
     group = optimizer.param_groups[found.group]
     lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -217,7 +217,7 @@ def step_only(optimizer: Optimizer, chosen: Sequence[Tensor]) -> None:
 def apply(
     kind: Kind, params: Tensors, grads: Tensors, state: dict[str, Tensors], n: Tensor
 ) -> None:
-    """Step ``params``; ``n`` holds what :func:`numbers_of` says."""
+    """Step ``params``; ``n`` holds what :func:`hyperparameters_of` says."""
     if kind.maximize:
         grads = list(foreach.neg(grads))
     if kind.decays and kind.decoupled:

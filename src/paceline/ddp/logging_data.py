@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._reducer import Pass, Summary, local
+from .._reducer import Pass, ReducerSummary, local
 from ..policies import Reduction
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _settings(replica: Replica, wrapper: Any) -> dict[str, Any]:
     }
 
 
-def _sizes(summary: Summary, policy: Reduction) -> dict[str, Any]:
+def _sizes(summary: ReducerSummary, policy: Reduction) -> dict[str, Any]:
     data: dict[str, Any] = {
         "total_parameter_size_bytes": sum(summary.sizes),
         "num_parameter_tensors": len(summary.sizes),

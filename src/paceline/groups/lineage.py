@@ -23,7 +23,7 @@ from .collectives import FORKED, Collectives
 from .engine import Engine
 from .launcher import going_on, tell_left
 from .meetings import Meetings
-from .merging import Merging, Part
+from .merging import GroupCard, Merging
 from .options import GroupOptions
 from .strict import Checks
 
@@ -169,7 +169,7 @@ class Lineage(Collectives):
         merging = Merging(
             store,
             size,
-            Part(self._members, f"{options.described()}, checks={self._checks}"),
+            GroupCard(self._members, f"{options.described()}, checks={self._checks}"),
             rank=self._rank,
             token=str(int(token)),
             timeout=options.timeout,

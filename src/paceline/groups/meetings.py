@@ -46,14 +46,14 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     final: bool  # there is no point in meeting again
 
 
-class Card(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True):
     """What somebody who comes tells the others: for how many ranks, and something of its own."""
 
     ranks: int
     note: bytes
 
 
-_CARDS = msgspec.msgpack.Decoder(Card)  # by the thread that imports; see _transport/agreement.py
+_CARDS = msgspec.msgpack.Decoder(Arrival)  # by the thread that imports; see _transport/agreement.py
 _WORDS: msgspec.json.Decoder[str | Left] = msgspec.json.Decoder(str | Left)
 
 
@@ -99,7 +99,7 @@ class Meetings:
 
         ``note`` is for all to read (:meth:`cards`).
         """
-        card = Card(ranks, note)
+        card = Arrival(ranks, note)
         self._asked.set(self._name, self._key)
         while True:
             number = self._first_open()
@@ -125,7 +125,7 @@ class Meetings:
             number += 1
         return number
 
-    def _enter(self, meeting: Store, card: Card) -> int:
+    def _enter(self, meeting: Store, card: Arrival) -> int:
         before = meeting.add("came", card.ranks) - card.ranks
         _put(meeting, f"card/{before}", card)
         meeting.set(f"here/{self._name}", "")
@@ -139,7 +139,7 @@ class Meetings:
             self._settle(meeting, "gate", _FULL)
         return before
 
-    def cards(self, place: Place) -> list[Card]:
+    def cards(self, place: Place) -> list[Arrival]:
         """The cards of all that came to a meeting, in their order."""
         meeting, found, at = PrefixStore(str(place.number), self._store), [], 0
         while at < self._size:

@@ -18,14 +18,14 @@ from .engine import Engine
 from .meetings import Meetings, Place
 
 
-class Part(msgspec.Struct, frozen=True):
+class GroupCard(msgspec.Struct, frozen=True):
     """What a group tells the others."""
 
     members: Sequence[int]
     options: str
 
 
-class Word(msgspec.Struct, frozen=True):
+class MergeWord(msgspec.Struct, frozen=True):
     """What the first rank of a group tells its others: where they stand, or why nowhere."""
 
     number: int
@@ -33,15 +33,16 @@ class Word(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-_PARTS = msgspec.msgpack.Decoder(Part)  # by the thread that imports; see _transport/agreement.py
-_WORDS = msgspec.json.Decoder(Word)
+# Made by the thread that imports; see _transport/agreement.py.
+_CARDS = msgspec.msgpack.Decoder(GroupCard)
+_WORDS = msgspec.json.Decoder(MergeWord)
 
 
 class Merging:
     """One rank's part in making one group of several."""
 
     def __init__(
-        self, store: Store, size: int, part: Part, *, rank: int, token: str, timeout: timedelta
+        self, store: Store, size: int, part: GroupCard, *, rank: int, token: str, timeout: timedelta
     ) -> None:
         self._part, self._rank, self._token = part, rank, token
         self._words = PrefixStore("paceline/merge/words", store)  # by token, which a group has once
@@ -51,7 +52,7 @@ class Merging:
     def line_up(self) -> tuple[Place, list[int]]:
         """Where this group stands, and the members of all; blocks until all groups have come."""
         place = self._lead() if self._rank == 0 else self._follow()
-        parts = [_PARTS.decode(card.note) for card in self._meetings.cards(place)]
+        parts = [_CARDS.decode(card.note) for card in self._meetings.cards(place)]
         if len(kinds := {part.options for part in parts}) > 1:
             raise RendezvousError(
                 f"groups of different kinds cannot be one: {'; '.join(sorted(kinds))}",
@@ -69,9 +70,9 @@ class Merging:
         try:
             place = self._meetings.arrive(len(self._part.members), note)
         except BaseException as error:
-            self._tell(Word(0, 0, str(error) or type(error).__name__))
+            self._tell(MergeWord(0, 0, str(error) or type(error).__name__))
             raise
-        self._tell(Word(place.number, place.before))
+        self._tell(MergeWord(place.number, place.before))
         return place
 
     def _follow(self) -> Place:
@@ -82,7 +83,7 @@ class Merging:
             )
         return Place(word.number, word.before)
 
-    def _tell(self, word: Word) -> None:
+    def _tell(self, word: MergeWord) -> None:
         self._words.set(self._token, msgspec.json.encode(word).decode())
 
 

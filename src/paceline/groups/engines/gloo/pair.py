@@ -98,10 +98,10 @@ class Pair:
     def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> Work:
         received = self._inner.recv([theirs], self._peer, _TAG)
         sent = self._inner.send([mine], self._peer, _TAG)
-        return _Swap([received, sent], call.outputs, self._watcher, call.timeout)
+        return _PairExchange([received, sent], call.outputs, self._watcher, call.timeout)
 
 
-class _Swap(Together):
+class _PairExchange(Together):
     """What two ranks send each other; such works are told their time when they are waited for."""
 
     def __init__(

@@ -22,7 +22,7 @@ GATHERED_UP_TO = 32 << 10  # bytes over all hosts; so little is sent whole, in o
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-class Collectives:
+class HybridCollectives:
     """The collectives of one rank, each a few steps within its host and between hosts."""
 
     def __init__(self, steps: Steps, striped: bool | None) -> None:

@@ -54,7 +54,7 @@ from .. import integer_mean
 from ..lane import Lane, LaneWork
 from ..shm import ShmEngine
 from .calls import HEAD, INLINE, as_bytes, describe, is_inline, tell
-from .collectives import Collectives
+from .collectives import HybridCollectives
 from .faults import News
 from .hosts import Gloo, Hosts
 from .messages import Messages
@@ -82,7 +82,7 @@ class HybridEngine:
         self._striped = striped
         self._lane = Lane("paceline-hybrid")
         self._steps = Steps(hosts, local, gloo)
-        self._collectives = Collectives(self._steps, striped)
+        self._collectives = HybridCollectives(self._steps, striped)
         self._messages = Messages(self._steps, self._lane.watcher)
         self._over = threading.Event()
         self.capabilities = Capabilities(

@@ -20,7 +20,7 @@ _EQUAL = frozenset({"all_reduce", "reduce", "broadcast", "barrier"})  # one size
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShare:
     """One rank's share in a collective: flat views of its tensors, by the rank at the other end."""
 
     call: Call
@@ -30,7 +30,7 @@ class Part:
     uneven: bool  # sizes may differ by rank
 
     @classmethod
-    def of(cls, call: Call, rank: int, size: int) -> Part:
+    def of(cls, call: Call, rank: int, size: int) -> RankShare:
         """Cut a call's tensors up."""
         name = call.kind.removesuffix("_single")
         if name in ("reduce_scatter", "scatter", "all_to_all"):
@@ -108,7 +108,7 @@ class Difference:
     call_b: str
 
 
-def find_difference(parts: Sequence[Part]) -> Difference | None:
+def find_difference(parts: Sequence[RankShare]) -> Difference | None:
     """The first two ranks whose parts do not fit; the same answer wherever it is asked."""
     first = parts[0]
     for rank, part in enumerate(parts):
@@ -132,7 +132,7 @@ def find_difference(parts: Sequence[Part]) -> Difference | None:
 # -- what comes out ---------------------------------------------------------------------------
 
 
-def results(parts: Sequence[Part], rank: int) -> list[Tensor]:
+def results(parts: Sequence[RankShare], rank: int) -> list[Tensor]:
     """What ``rank`` takes, in the order of its part's ``take``, in memory of its own."""
     mine = parts[rank]
     if not mine.take:

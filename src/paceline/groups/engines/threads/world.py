@@ -1,10 +1,12 @@
 """Where ranks that are threads of one process meet, and leave messages for each other.
 
-A collective is a :class:`Meeting`: each rank brings its part, waits until all are there, computes
-its results from the others' inputs into memory of its own, waits until all have read, and only then
-writes; so a call may be in place. Agreement is judged once for all ranks, by the last that comes.
+A collective is a :class:`SharedCall`: each rank brings its part, waits until all are there,
+computes its results from the others' inputs into memory of its own, waits until all have read, and
+only then writes; so a call may be in place. Agreement is judged once for all ranks, by the last
+that comes.
 
-A message is copied when it is sent and waits in the receiver's :class:`Mailbox`; sends never block.
+A message is copied when it is sent and waits in the receiver's :class:`ThreadMailbox`; sends never
+block.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ....errors import (
     RendezvousError,
 )
 from ...engine import Call
-from .calls import Difference, Part, find_difference, flat, results, settle
+from .calls import Difference, RankShare, find_difference, flat, results, settle
 
 # Where ranks of one process find each other: by a key they have from their store. Forked children
 # have the name of their parent, hence the process id beside it.
@@ -42,10 +44,10 @@ _PROCESS = secrets.token_hex(8)
 
 
 @dataclass(eq=False)
-class Meeting:
+class SharedCall:
     """One collective, from the first rank that comes to the last that leaves."""
 
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, RankShare] = field(default_factory=dict)
     difference: Difference | None = None
     read: int = 0  # ranks that need the others' inputs no more
     left: int = 0
@@ -85,7 +87,7 @@ class Message:
 
 
 @dataclass(eq=False)
-class Mailbox:
+class ThreadMailbox:
     """Messages that a rank has not asked for, and receipts of those it has asked for in vain."""
 
     messages: list[Message] = field(default_factory=list)
@@ -102,8 +104,8 @@ class World:
         self._left: set[int] = set()
         self._aborted: list[int] = []  # the first one ended the group
         self._timeout: Timeout | None = None
-        self._meetings: dict[int, Meeting] = {}
-        self._mailboxes = [Mailbox() for _ in range(size)]
+        self._meetings: dict[int, SharedCall] = {}
+        self._mailboxes = [ThreadMailbox() for _ in range(size)]
         self._owed: dict[tuple[int, int], MismatchError] = {}  # by sender and receiver
         self._positions: dict[int, str] = {}  # what each rank called last
 
@@ -184,7 +186,7 @@ class World:
 
     def meet(self, rank: int, sequence: int, call: Call) -> None:
         """Do a collective for ``rank``; it and the others number theirs alike."""
-        part = Part.of(call, rank, self.size)
+        part = RankShare.of(call, rank, self.size)
         with self.changed:
             self._check(rank, call, sequence, ())
             meeting = self._arrive(rank, sequence, part)
@@ -206,9 +208,9 @@ class World:
             wanted.copy_(value)
         settle(part.take)
 
-    def _arrive(self, rank: int, sequence: int, part: Part) -> Meeting:
+    def _arrive(self, rank: int, sequence: int, part: RankShare) -> SharedCall:
         """Bring ``part`` and wait for the others' (the lock is held)."""
-        meeting = self._meetings.setdefault(sequence, Meeting())
+        meeting = self._meetings.setdefault(sequence, SharedCall())
         meeting.parts[rank] = part
         self._positions[rank] = f"operation {sequence} ({part.name})"
         if len(meeting.parts) == self.size:
@@ -226,13 +228,13 @@ class World:
             self._check(rank, call, sequence, ())
         return meeting
 
-    def _deserted(self, meeting: Meeting) -> bool:
+    def _deserted(self, meeting: SharedCall) -> bool:
         return any(r not in meeting.parts for r in self._left)
 
     def _is_over(self) -> bool:
         return bool(self._aborted) or self._timeout is not None
 
-    def _depart(self, sequence: int, meeting: Meeting) -> None:
+    def _depart(self, sequence: int, meeting: SharedCall) -> None:
         meeting.left += 1
         if meeting.left == self.size:
             self._meetings.pop(sequence, None)
