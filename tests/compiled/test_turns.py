@@ -133,6 +133,16 @@ def test_a_group_is_patient_until_its_first_pass_is_over() -> None:
     assert made.group.timeout == timedelta(seconds=7)
 
 
+def test_so_it_is_when_a_layer_was_frozen_before_the_first_pass() -> None:
+    made = Wrapper()
+    made.group.set_timeout(7.0)
+    turns._be_patient(made.ddp, made.group, LONG)
+    made.ddp.module.bias.requires_grad_(False)
+    made.ddp(torch.ones(1, 2)).sum().backward()
+    assert made.ddp.replica.reducer is not made.reducer
+    assert made.group.timeout == timedelta(seconds=7)
+
+
 def test_a_timeout_that_the_user_has_changed_meanwhile_stays() -> None:
     made = Wrapper()
     made.group.set_timeout(7.0)

@@ -95,7 +95,7 @@ class Step:
         return step_plan.plan(self._binding, self._wire.reducer, batch, world_size)
 
     def _step(self, batch: Sequence[Any], *, last: bool) -> Tensor:
-        if self.ddp.replica.is_first_of(self.settings.accumulate):
+        if self.ddp.replica.averaging.is_first_of(self.settings.accumulate):
             self._drop_grads()
         inputs = self._wire.begin_step(batch)
         if last:

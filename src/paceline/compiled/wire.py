@@ -124,14 +124,14 @@ class Wire:
 
     def hand_over(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over, to be averaged in this pass or in a later one."""
-        if self.ddp.replica.averages_now():
+        if self.ddp.replica.averaging.now():
             self.reducer.handed.take(numbers, grads)
         else:
             self._gathered.update(zip(numbers, [grad.clone() for grad in grads], strict=True))
 
     def average(self) -> None:
         """Every gradient of the graph has been handed over."""
-        if self.ddp.replica.averages_now():
+        if self.ddp.replica.averaging.now():
             self.reducer.handed.graph_complete(at_once=in_compiled_autograd())
         else:
             gathered, self._gathered = self._gathered, {}

@@ -112,7 +112,7 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     end: Any = _End
     anchor = end.apply(ddp.traced.number, ddp.traced.anchor)
     layers: dict[str, list[tuple[int, str, Tensor]]] = {}
-    for number, (name, param) in enumerate(ddp.replica.trained.items()):
+    for number, (name, param) in enumerate(ddp.replica.trained.placed.items()):
         if param.requires_grad:
             layers.setdefault(name.rpartition(".")[0], []).append((number, name, param))
     gated: dict[str, Tensor] = {}

@@ -84,7 +84,12 @@ class Buffers:
     another tensor, or appears later, is followed.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], *, in_forward: bool = True
+    ) -> None:
+        self.in_forward = in_forward  # forwards make them alike
+        self.stale = True  # they have changed since they were last alike
+        self.root = 0  # whose counted last
         self._ignored = frozenset(ignored)
         self._homes = [(path, buffers_dict(owner)) for path, owner in module.named_modules()]
         self._dicts = [home for _, home in self._homes]

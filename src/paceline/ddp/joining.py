@@ -128,7 +128,7 @@ def announce_step(ddp: DistributedDataParallel) -> None:
     refuse_foreign(ddp, notice)
     if not getattr(ddp.join_config, "silent", False):
         replica = ddp.replica
-        any_averages(ddp, torch.is_grad_enabled() and replica.backward_sync)
+        any_averages(ddp, torch.is_grad_enabled() and replica.averaging.on)
 
 
 def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None) -> None:
@@ -180,5 +180,5 @@ def sync_final_model(ddp: DistributedDataParallel, is_last_joiner: bool) -> None
 def take_model(ddp: DistributedDataParallel, root: int) -> None:
     """Give every rank the root's parameters, and its buffers if they are kept alike."""
     replica = ddp.replica
-    replica.authoritative_rank = root
-    replica.broadcast(root, buffers=replica.forward_buffers)
+    replica.buffers.root = root
+    replica.broadcast(root, buffers=replica.buffers.in_forward)

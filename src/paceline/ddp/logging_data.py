@@ -106,8 +106,8 @@ def _identity(replica: Replica, wrapper: Any) -> dict[str, Any]:
 def _settings(replica: Replica, wrapper: Any) -> dict[str, Any]:
     modules = wrapper.module.modules()
     return {
-        "broadcast_buffers": int(replica.forward_buffers),
-        "forward_sync_buffers": int(replica.forward_buffers),
+        "broadcast_buffers": int(replica.buffers.in_forward),
+        "forward_sync_buffers": int(replica.buffers.in_forward),
         "bucket_cap_bytes": replica.reducer.policy.caps.bucket_bytes_cap,
         "find_unused_parameters": int(replica.reducer.policy.find_unused),
         "gradient_as_bucket_view": int(bool(wrapper.gradient_as_bucket_view)),

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ from ..groups import Group
 from ..policies import Reduction
 from ..recorder import events
 from . import pending
+from .averaging import Averaging
 from .buffers import Buffers
-from .frozen import LetGo
 from .logging_data import Times
 from .models import arguments, broadcast, describe, verify
 from .structure import tensors_in
 from .sync_batchnorm import adopt, own_group
+from .trained import Trained, sparse_parameters
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,10 @@ class Replica:
     ) -> None:
         self.module = module
         self.group = group
-        self.ignored = frozenset(ignored)
-        self.buffers = Buffers(module, self.ignored)
-        self.forward_buffers = forward_buffers
+        self.trained = Trained(module, ignored)
+        self.buffers = Buffers(module, ignored, in_forward=forward_buffers)
+        self.averaging = Averaging()
         self.chunk_bytes = chunk_bytes
-        self.backward_sync = True  # no_sync turns it off
-        self.buffer_sync = True  # buffers have changed since they were last alike
-        self.authoritative_rank = 0  # whose buffers counted last
-        self._left_out = False  # the last forward ran inside no_sync
         self.companions = tuple(companions)  # whose passes end with those of the reducer
         self.told_of: BaseException | None = None  # a failure that the other ranks know of
         self.in_join = in_join
@@ -103,11 +100,7 @@ class Replica:
         self.layers: Group | None = None  # what SyncBatchNorm layers have for themselves
         self._before_failing: Callable[[], None] = self.leave_layers  # frees who waits there
         self.times = Times()
-        self._micro_steps = 0  # of accumulate
-        self._toggles = False  # parameters are frozen and thawed inside forwards
         self._passes_before = 0  # the forward that ran last
-        self._let_go = LetGo({}, group.rank())
-        self._all = {n: p for n, p in module.named_parameters() if n not in self.ignored}
         self._given = arguments(policy, syncs_buffers=forward_buffers and bool(self.buffers))
         if init_sync:
             self.verify()
@@ -122,25 +115,25 @@ class Replica:
     def verify(self) -> None:
         """Raise on every rank unless all wrap the same parameters, in the same order and way."""
         with events.calls_for(self.group.board, COMPARISON):
-            verify(self.group, describe(self._all), self._given, self.group.device)
+            verify(self.group, describe(self.trained.all), self._given, self.group.device)
 
     def broadcast(self, root: int, *, buffers: bool = True) -> None:
         """Give every rank the root's parameters and buffers."""
-        tensors = [local(p.detach()) for p in self._all.values()]
+        tensors = [local(p.detach()) for p in self.trained.all.values()]
         if buffers:
             tensors += self.buffers.named().values()
         with events.calls_for(self.group.board, MODEL):
             broadcast(self.group, tensors, root, self.chunk_bytes)
 
     def _first_reducer(self, policy: Reduction) -> Reducer:
-        params, names, sparse = self._choose_trained()
+        params, names, sparse = self.trained.place()
         reducer = Reducer(
             params,
             names,
             self.group,
             policy,
             sparse=sparse,
-            wanted=self.averages_now,
+            wanted=self.averaging.now,
             heeds=self.in_join,  # ranks that have run out act on what is said at once
         )
         reducer.observers.on_end(self._after_pass)
@@ -148,44 +141,31 @@ class Replica:
         reducer.observers.on_failure(self._after_failure)
         return reducer
 
-    def _choose_trained(
-        self, keep: Collection[str] = ()
-    ) -> tuple[list[nn.Parameter], list[str], list[bool]]:
-        """What is averaged from now on: parameters, names, and which gradients are sparse."""
-        self.trained = {n: p for n, p in self._all.items() if p.requires_grad or n in keep}
-        self._graded = [p.requires_grad for p in self._all.values()]
-        sparse = sparse_parameters(self.module)
-        params = list(self.trained.values())
-        return params, list(self.trained), [p in sparse for p in params]
-
     def _follow_freezing(self) -> None:
         """Parameters frozen or thawed since the last forward: begin anew with what is trained.
 
         A model that freezes and thaws inside its forward (a GAN with an optimizer for each half)
         keeps what it has once trained.
         """
-        if [p.requires_grad for p in self._all.values()] == self._graded:
-            return
-        if not self._toggles:
-            self._begin_anew()
-        else:
+        if self.trained.toggles:
             self._take_in_thawed()
+        elif self.trained.changed:
+            self._begin_anew()
 
     def _take_in_thawed(self) -> None:
         """Begin anew if something is trained now that has no place in a bucket."""
-        if any(p.requires_grad and n not in self.trained for n, p in self._all.items()):
-            self._toggles = True
-            self._begin_anew(keep=self.trained)
+        if self.trained.has_thawed:
+            self.trained.toggles = True
+            self._begin_anew(keep=self.trained.placed)
 
     def _begin_anew(self, keep: Collection[str] = ()) -> None:
         self.refuse_if_sharded("parameters were frozen or thawed")
         self.verify()
-        before = self.trained
-        self.reducer = self.reducer.successor(*self._choose_trained(keep))
+        before = list(self.trained.placed)
+        self.reducer = self.reducer.successor(*self.trained.place(keep))
         pending.follow(self)
-        self._let_go.forget()
-        self._let_go = LetGo(_without(before, self.trained), self.group.rank())
-        self._let_go.watch(weakref.WeakMethod(self._is_averaged))
+        averages = weakref.WeakMethod(self._is_averaged)
+        self.trained.refuse_let_go(before, self.group.rank(), averages)
 
     def _lend_to_layers(self) -> None:
         """Give SyncBatchNorm layers a group, of their own where one can be made."""
@@ -199,7 +179,7 @@ class Replica:
         """Buffers alike, and the reducer ready for the backward that may follow."""
         inside_backward = current_task() != NO_TASK
         if torch.is_grad_enabled() and not inside_backward:
-            self._left_out = not self.backward_sync
+            self.averaging.note_forward()
             self.reducer.make_good()
             self.refuse_unfinished()
             self._follow_freezing()
@@ -220,14 +200,13 @@ class Replica:
         if self.buffers.futures and not self.reducer.averages:  # no pass will end with them
             self.buffers.settle()
         if not torch.is_grad_enabled():
-            self.buffer_sync = False  # ranks may have unequal numbers of batches to look at
+            self.buffers.stale = False  # ranks may have unequal numbers of batches to look at
             return
-        self.buffer_sync = self.backward_sync
-        if self.reducer.passes != self._passes_before:  # a backward ran inside
-            graded = [p.requires_grad for p in self._all.values()]
-            self._toggles = self._toggles or graded != self._graded
+        self.buffers.stale = self.averaging.on
+        if self.reducer.passes != self._passes_before and self.trained.changed:
+            self.trained.toggles = True  # a backward ran inside
         outputs = (output,) if isinstance(output, Tensor) else tensors_in(output)
-        self.reducer.forward_ends(outputs, averaged=self.backward_sync)
+        self.reducer.forward_ends(outputs, averaged=self.averaging.on)
 
     def expect_backward(self, outputs: Sequence[Tensor]) -> None:
         """Average the next backward pass too, with what is trained now.
@@ -235,7 +214,7 @@ class Replica:
         Torch's ``prepare_for_backward``, for programs that call backward several times inside one
         forward, and freeze and thaw parameters between (Lightning's manual optimization).
         """
-        self._left_out = not self.backward_sync
+        self.averaging.note_forward()
         self._take_in_thawed()
         self.reducer.expect_backward(tensors_in(list(outputs)))
 
@@ -263,7 +242,7 @@ class Replica:
         inside_backward = current_task() != NO_TASK
         if torch.is_grad_enabled():
             self.reducer.forward_failed()
-        expected = torch.is_grad_enabled() and self.averages_now() and not inside_backward
+        expected = torch.is_grad_enabled() and self.averaging.now() and not inside_backward
         if expected and isinstance(error, PeerLeftError) and self.layers is not None:
             self.reducer.stand_in()  # it left a layer's group; here it says why, and this raises
         if not expected or not isinstance(error, Exception) or isinstance(error, PacelineError):
@@ -305,7 +284,7 @@ class Replica:
     def refuse_unfinished(self) -> None:
         """Strict: raise if the last pass left parameters out."""
         missing = self.reducer.unfinished
-        if not missing or not self.averages_now():
+        if not missing or not self.averaging.now():
             return
         rank = self.group.rank()
         names = [self.reducer.names[n] for n in missing]
@@ -325,7 +304,7 @@ class Replica:
     @property
     def syncs_buffers(self) -> bool:
         """Whether the next forward makes buffers alike; inside Join the end of a pass does so."""
-        wanted = self.buffer_sync and self.forward_buffers and bool(self.buffers)
+        wanted = self.buffers.stale and self.buffers.in_forward and bool(self.buffers)
         return wanted and not self.in_join()
 
     def sync_buffers(self, root: int = 0, purpose: str = BUFFERS) -> None:
@@ -341,45 +320,18 @@ class Replica:
 
     def _after_pass(self, _done: Pass) -> None:
         told = self.reducer.told
-        if self.in_join() and self.forward_buffers and self.buffers and told is not None:
+        if self.in_join() and self.buffers.in_forward and self.buffers and told is not None:
             active = told.stepping_ranks()
             if active:  # a rank that has run out has old ones; every rank knows who has not
-                self.authoritative_rank = max(active)
-                self.sync_buffers(self.authoritative_rank, BUFFERS_IN_JOIN)
+                self.buffers.root = max(active)
+                self.sync_buffers(self.buffers.root, BUFFERS_IN_JOIN)
         self.buffers.settle()
 
     # -- which passes are averaged ------------------------------------------------------------
 
     def _is_averaged(self) -> bool:
         """Whether gradients that come now belong to a pass that is averaged."""
-        return self.averages_now() and self.reducer.expects_backward
-
-    def averages_now(self) -> bool:
-        """Whether a backward pass that ran now is averaged; a forward in no_sync forbids it."""
-        return self.backward_sync and not self._left_out
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients as they are; the first pass outside averages all that gathered."""
-        before, self.backward_sync = self.backward_sync, False
-        try:
-            yield
-        finally:
-            self.backward_sync = before
-
-    @contextlib.contextmanager
-    def accumulate(self, steps: int) -> Iterator[bool]:
-        """One of ``steps`` micro-steps; gradients are averaged in every last one, which is True."""
-        if steps < 1:
-            raise ModuleArgumentError(f"accumulate: expected at least one step, got {steps}.")
-        last = self._micro_steps % steps == steps - 1
-        with contextlib.nullcontext() if last else self.no_sync():
-            yield last
-        self._micro_steps += 1
-
-    def is_first_of(self, steps: int) -> bool:
-        """Whether the next micro-step of :meth:`accumulate` is the first of ``steps``."""
-        return self._micro_steps % steps == 0
+        return self.averaging.now() and self.reducer.expects_backward
 
     def samples(self, count: float) -> SampleCount:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
@@ -405,7 +357,7 @@ class Replica:
         sparse = sparse_parameters(self.module)
         unfit = [
             name
-            for name, param in self.trained.items()
+            for name, param in self.trained.placed.items()
             if param in sparse or local(param) is not param or self.companions
         ]
         if unfit:
@@ -435,15 +387,3 @@ class Replica:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model is not kept in step until somebody says so
-
-
-def _without(
-    params: Mapping[str, nn.Parameter], others: Collection[str]
-) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in params.items() if name not in others}
-
-
-def sparse_parameters(module: nn.Module) -> set[Tensor]:
-    """Parameters whose gradients will be sparse."""
-    layers = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return {layer.weight for layer in layers if layer.sparse}

@@ -17,8 +17,9 @@ from .buffers import _BufferCommHook, _BufferCommHookLocation
 from .delayed import Delayed
 from .logging_data import logging_data
 from .models import broadcast
-from .replica import Replica, sparse_parameters
+from .replica import Replica
 from .torch_reducer import TorchReducer, torch_logger
+from .trained import sparse_parameters
 
 
 class TorchNames(TorchDDP):
@@ -38,11 +39,11 @@ class TorchNames(TorchDDP):
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether forward passes make buffers alike."""
-        return self.replica.forward_buffers
+        return self.replica.buffers.in_forward
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._forward_sync_buffers = self.replica.forward_buffers = value
+        self._forward_sync_buffers = self.replica.buffers.in_forward = value
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -280,7 +280,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
         It counts where the backward pass runs. A forward inside it speaks for its backward too.
         """
-        return self.replica.no_sync()
+        return self.replica.averaging.no_sync()
 
     def accumulate(self, steps: int) -> contextlib.AbstractContextManager[bool]:
         """One of ``steps`` micro-steps; every last one averages, and its value is True::
@@ -292,7 +292,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 optimizer.step()
                 optimizer.zero_grad()
         """
-        return self.replica.accumulate(steps)
+        return self.replica.averaging.accumulate(steps)
 
     def samples(self, count: float) -> SampleCount:
         """Let the next backward pass, or those inside the context, count as ``count`` samples::
@@ -341,20 +341,20 @@ class DistributedDataParallel(TorchNames, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward pass that ran now would be averaged."""
-        return self.replica.backward_sync
+        return self.replica.averaging.on
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.replica.backward_sync = value
+        self.replica.averaging.on = value
 
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether buffers may have come apart since the last forward."""
-        return self.replica.buffer_sync
+        return self.replica.buffers.stale
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self.replica.buffer_sync = value
+        self.replica.buffers.stale = value
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -462,7 +462,7 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @property
     def _authoritative_rank(self) -> int:
-        return self.replica.authoritative_rank
+        return self.replica.buffers.root
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         sync_final_model(self, is_last_joiner)
