@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch._dynamo.testing
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
-from torch.distributed import _dist2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -66,16 +64,15 @@ def of_torch(meeting: Meeting) -> World:
     both, others = dist.new_group([0, 1]), dist.new_group([0, 1])
     alone = [dist.new_group([0]), dist.new_group([1])][meeting.rank]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    from torch.distributed import _dist2  # 2.14 took it away
+
     current, within = _dist2.current_process_group, _dist2.process_group
     return World(both, others, alone, mesh, current, within, ours=False)
 
 
 def as_shipped() -> None:
     """Take back what paceline has told Dynamo of torch's functions, in this process."""
-    functional.traceable_collective_remaps = dict(functional.traceable_collective_remaps)
-    for function in vars(dist).values():
-        if isinstance(function, FunctionType):
-            vars(function).pop("_torchdynamo_inline", None)
+    paceline.uninstall()
 
 
 # -- groups: (x, group) -> what the user wants ----------------------------------------------------

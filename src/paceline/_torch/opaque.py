@@ -131,8 +131,8 @@ def keep_in_order(library: Library, operator: str) -> None:
 
 # -- comparisons ------------------------------------------------------------------------------
 #
-# torch 2.13 folds ``g == h``, ``g is h`` and ``{g: …}[h]`` to what they are for the objects it
-# traces with, and guards nothing. Where two objects of ours are compared, or one is hashed, each of
+# Since 2.13 torch folds ``g == h``, ``g is h`` and ``{g: …}[h]`` to what they are for the objects
+# that it traces with, and guards nothing. Where two objects of ours are compared, or one is hashed, each of
 # them is pinned: that compiled code serves these very objects. torch 2.11 refuses all three. In
 # 2.12, and wherever the names below are missing, every object is pinned: safe, and one compile for
 # each.
@@ -171,39 +171,47 @@ def _pin_what_is_compared() -> bool:
 
 
 def _pin_each() -> None:
-    from torch._dynamo.variables import builtin, object_protocol, script_object
+    from torch._dynamo.variables import builtin, object_protocol
 
-    if hasattr(script_object, "CustomClassObjectVariable"):  # since 2.14
-        variable, compares = script_object.CustomClassObjectVariable, "tp_richcompare_impl"
-    else:
-        variable, compares = script_object.TorchScriptObjectVariable, "richcompare_impl"
-    same, equal = object_protocol.vt_identity_compare, variable.is_python_equal
-    compare, hashed = getattr(variable, compares), variable.hash_impl
+    variable, names = _variable()
+    same = object_protocol.vt_identity_compare
+    olds = {name: getattr(variable, name) for name in (*names, "hash_impl")}
 
     def is_same(left: Any, right: Any) -> Any:
         _pin(left, right)
         return same(left, right)
 
-    def is_equal(self: Any, other: Any) -> Any:
-        _pin(self, other)
-        return equal(self, other)
-
-    def is_compared(self: Any, tx: Any, other: Any, op: str) -> Any:
-        _pin(self, other)
-        return compare(self, tx, other, op)
-
     def is_hashed(self: Any, tx: Any) -> Any:
         _pin(self)
-        return hashed(self, tx)
+        return olds["hash_impl"](self, tx)
 
-    if hasattr(variable, "repr_impl"):
-        _write_as_they_do(builtin.BuiltinVariable, variable)
-    patches.put(builtin, "vt_identity_compare", is_same)
-    patches.put(object_protocol, "vt_identity_compare", is_same)
-    patches.put(variable, "is_python_equal", is_equal)
-    patches.put(variable, compares, is_compared)
+    for module in (builtin, object_protocol):
+        patches.put(module, "vt_identity_compare", is_same)
+    for name, first in names.items():
+        patches.put(variable, name, _pinning(olds[name], first))
     patches.put(variable, "hash_impl", is_hashed)
+    _write_as_they_do(builtin.BuiltinVariable, variable)
     patches.after_take_back(_pin_what_is_compared.cache_clear)
+
+
+def _variable() -> tuple[Any, dict[str, int]]:
+    """What Dynamo has in the place of such an object, and the methods by which it compares two.
+
+    With the place of the second one among the arguments.
+    """
+    from torch._dynamo.variables import script_object
+
+    if hasattr(script_object, "CustomClassObjectVariable"):  # since 2.14
+        return script_object.CustomClassObjectVariable, {"tp_richcompare_impl": 2}
+    return script_object.TorchScriptObjectVariable, {"richcompare_impl": 2, "is_python_equal": 1}
+
+
+def _pinning(compare: Callable[..., Any], second: int) -> Callable[..., Any]:
+    def pins(*args: Any) -> Any:
+        _pin(args[0], args[second])
+        return compare(*args)
+
+    return pins
 
 
 def _pin(*variables: Any) -> None:
@@ -219,8 +227,15 @@ def _pin(*variables: Any) -> None:
 
 def _write_as_they_do(builtin: Any, variable: Any) -> None:
     """Let ``repr`` and ``str`` of an object trace its own ``__repr__``, not that of a stand-in."""
-    write, print_ = variable.repr_impl, builtin.call_str
+    if hasattr(variable, "tp_repr_impl"):  # since 2.14
+        for name in ("tp_repr_impl", "tp_str_impl"):
+            patches.put(variable, name, _writing(getattr(variable, name)))
+    elif hasattr(variable, "repr_impl"):
+        patches.put(variable, "repr_impl", _writing(variable.repr_impl))
+        patches.put(builtin, "call_str", _printing(builtin.call_str, variable.repr_impl))
 
+
+def _writing(write: Callable[..., Any]) -> Callable[..., Any]:
     def written(self: Any, tx: Any) -> Any:
         from torch._dynamo.variables.functions import UserFunctionVariable
 
@@ -229,9 +244,12 @@ def _write_as_they_do(builtin: Any, variable: Any) -> None:
             return write(self, tx)
         return UserFunctionVariable(type(real).__repr__).call_function(tx, [self], {})
 
+    return written
+
+
+def _printing(print_: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
     def printed(self: Any, tx: Any, arg: Any) -> Any:
         real = getattr(getattr(arg.realize(), "value", None), "real_obj", None)
         return written(arg, tx) if type(real) in _watched else print_(self, tx, arg)
 
-    patches.put(variable, "repr_impl", written)
-    patches.put(builtin, "call_str", printed)
+    return printed
