@@ -90,4 +90,4 @@ class Reduction:
     skip_unused: bool = False  # leave out of the buckets what the first pass did not use
     dtype: torch.dtype | None = None  # of the exchange; None: that of the gradients
     reads_late: bool | None = None  # headers a pass later; None: where reading stops a device
-    alone: bool = False  # go through the motions in a group of one as well
+    even_alone: bool = False  # go through the motions in a group of one as well

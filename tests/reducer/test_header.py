@@ -25,7 +25,7 @@ def reduced(params: int, *ranks: dict[str, Any], dtype: torch.dtype = torch.floa
 def test_ranks_with_nothing_special_to_say_are_read_as_such() -> None:
     told = reduced(2, {}, {})
     assert told.weight == 1.0
-    assert (told.trouble, told.late, told.weighed) == (False, False, False)
+    assert (told.trouble, told.late, told.weighted) == (False, False, False)
     assert told.active_ranks() == [0, 1]
     assert told.present(0)
     assert told.used(2) == [2, 2]
@@ -36,11 +36,11 @@ def test_weights_come_as_their_mean(dtype: torch.dtype) -> None:
     assert reduced(0, {"weight": 3.0}, {"weight": 0.0}, dtype=dtype).weight == 1.5
 
 
-@pytest.mark.parametrize("what", ["trouble", "late", "weighed"])
+@pytest.mark.parametrize("what", ["trouble", "late", "weighted"])
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_one_rank_is_heard_by_all(what: str, ranks: int) -> None:
     told = reduced(1, {what: True}, *[{}] * (ranks - 1))
-    assert [n for n in ("trouble", "late", "weighed") if getattr(told, n)] == [what]
+    assert [n for n in ("trouble", "late", "weighted") if getattr(told, n)] == [what]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 1000])

@@ -14,6 +14,8 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 from typing_extensions import Self
 
+from .._torch import foreach
+from .._torch.c10d import FutureBase
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
 from .tensors import add_to_grad, like, local, settled, view_for
@@ -24,7 +26,7 @@ class Phase(Enum):
 
     FILLING = auto()  # waits for gradients
     IN_FLIGHT = auto()  # the group, or a communication hook, owns the buffer
-    REDUCED = auto()  # the averages may be read
+    REDUCED = auto()  # it has been waited for: the averages may be read
 
 
 Hook = Callable[["GradBucket"], "Future[Tensor]"]
@@ -38,6 +40,9 @@ class Bucket:
     same as what its ``.grad`` may be. While the bucket is filled, gradients are *taken*: copied in,
     and ``.grad`` is None from then on, so that whatever arrives later is seen and spoils nothing.
     A gradient that was accumulated in its stretch is there already.
+
+    What is done for every parameter in every pass is done for all of a bucket in one sweep, with
+    few steps for each (``_take_plain``, ``give_back_all``); all else goes the longer way.
     """
 
     index: int
@@ -47,6 +52,7 @@ class Bucket:
     views: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
     lends: bool  # .grad becomes a stretch of the buffer
+    size: int = 0  # elements of the gradients, without what rides behind them
     phase: Phase = Phase.FILLING
     taken: set[int] = field(default_factory=set)  # slots
     absent: set[int] = field(default_factory=set)  # slots that had nothing to give
@@ -75,44 +81,71 @@ class Bucket:
         views = tuple(view_for(buffer, at, p) for at, p in zip(starts, params, strict=True))
         grads = tuple(like(v, p) for v, p in zip(views, params, strict=True))
         lends = lends and dtype == mine[0].dtype
-        return cls(index, tuple(numbers), tuple(params), buffer, views, grads, lends)
+        return cls(index, tuple(numbers), tuple(params), buffer, views, grads, lends, sum(sizes))
 
     @property
     def payload(self) -> Tensor:
         """The gradients, without what rides behind them."""
-        return self.buffer[: sum(view.numel() for view in self.views)]
+        return self.buffer[: self.size]
 
     @property
     def means(self) -> Tensor:
         """Where the averages are once it is reduced."""
         return self.payload
 
-    def take(self, slots: Sequence[int], scale: float) -> None:
-        """Move these gradients in, times ``scale``; a missing one counts as zeros."""
+    def take(self, slots: Sequence[int], scale: float, *, plain: bool = False) -> None:
+        """Move these gradients in, times ``scale``; a missing one counts as zeros.
+
+        ``plain`` says that nothing was held before the pass and that gradients have no graph.
+        """
         self._require(Phase.FILLING)
-        views, fresh = [], []
-        lends, params, all_views = self.lends, self.params, self.views
+        grads = [self.params[slot].grad for slot in slots]
         self.taken.update(slots)
-        for slot in slots:
-            param = params[slot]
-            grad = param.grad
+        whole = plain and len(slots) == len(self.params)
+        if not (whole and set(map(type, grads)) == _TENSOR and self._take_plain(grads, scale)):
+            self._take_each(slots, grads, scale)
+
+    def _take_plain(self, grads: list[Any], scale: float) -> bool:
+        """Copy the gradients of a whole bucket at once; False if that cannot be done."""
+        if scale != 1 and grads[0].dtype != self.buffer.dtype:
+            return False  # they are to be scaled first: a weighted sum may not fit 16 bits
+        try:
+            foreach.copy_(self.views, grads)
+        except RuntimeError:
+            if any(grad.is_sparse for grad in grads):
+                return False
+            raise
+        if scale != 1:
+            self.payload.mul_(scale)
+        for param in self.params:
+            param.grad = None
+        if not self.lends:
+            self.kept.update(enumerate(grads))
+        return True
+
+    def _take_each(
+        self, slots: Sequence[int], grads: Sequence[Tensor | None], scale: float
+    ) -> None:
+        views, fresh = [], []
+        for slot, grad in zip(slots, grads, strict=True):
+            param, view = self.params[slot], self.views[slot]
             if grad is None:
                 self.absent.add(slot)
-                all_views[slot].zero_()
+                view.zero_()
                 continue
             param.grad = None
             if grad is self.grads[slot]:
                 if scale != 1:
-                    all_views[slot].mul_(scale)
+                    view.mul_(scale)
                 continue
-            if not lends or grad.requires_grad:
+            if not self.lends or grad.requires_grad:
                 self.kept[slot] = grad
             if type(grad) is not Tensor or grad.requires_grad:
                 grad = local(settled(grad.detach(), param))
             if grad.is_sparse:
-                all_views[slot].zero_().add_(grad, alpha=scale)
+                view.zero_().add_(grad, alpha=scale)
             else:
-                views.append(all_views[slot])
+                views.append(view)
                 fresh.append(grad)
         _copy(views, fresh, scale)
 
@@ -133,18 +166,18 @@ class Bucket:
         self._require(Phase.FILLING)
         self.phase = Phase.IN_FLIGHT
         future = hook(GradBucket(self, last=last, weight=weight))
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, FutureBase):
             raise CommHookError(type(future).__name__)
         self.future = future
 
     def wait(self) -> None:
         """Block until the averages are in ``views``."""
         self._require(Phase.IN_FLIGHT)
-        self.phase = Phase.REDUCED
         self.work.wait()
         if self.future is not None:
             self._store(self.future.wait())
         self.work, self.future = FINISHED, None
+        self.phase = Phase.REDUCED
 
     def abandon(self) -> None:
         """Wait until nobody writes here any more, well or badly."""
@@ -165,6 +198,19 @@ class Bucket:
         if result.data_ptr() != payload.data_ptr():
             payload.copy_(result.view(-1))
 
+    def give_back_all(self) -> None:
+        """Set ``.grad`` of every parameter to its average."""
+        grads: Sequence[Tensor] = self.grads
+        if len(self.kept) == len(grads) and set(map(type, self.kept.values())) == _TENSOR:
+            grads = [self.kept.pop(slot) for slot in range(len(grads))]
+            foreach.copy_([grad.detach() for grad in grads], self.views)
+        if not self.kept and (self.lends or grads is not self.grads):
+            for param, grad in zip(self.params, grads, strict=True):
+                param.grad = grad
+        else:
+            for slot in range(len(self.params)):
+                self.give_back(slot)
+
     def give_back(self, slot: int) -> None:
         """Set ``.grad`` to the average; for a gradient that is to stay its own, copy it there."""
         param = self.params[slot]
@@ -178,6 +224,12 @@ class Bucket:
             grad = torch.empty_like(param, requires_grad=False)
             local(grad).copy_(self.views[slot])
             param.grad = grad
+
+    def strange(self) -> list[int]:
+        """Parameters whose ``.grad`` is no stretch of the buffer, though it should be."""
+        rows = zip(self.numbers, self.params, self.grads, strict=self.lends)
+        found = (n for n, p, own in rows if p.grad is not None and p.grad is not own)
+        return list(found) if self.lends else []
 
     def withhold(self, slot: int) -> None:
         """Leave ``.grad`` as it was before the pass: nobody had a gradient."""
@@ -217,7 +269,7 @@ class SparseBucket(Bucket):
     def payload(self) -> Tensor:
         return self.buffer
 
-    def take(self, slots: Sequence[int], scale: float) -> None:
+    def take(self, slots: Sequence[int], scale: float, *, plain: bool = False) -> None:
         self._require(Phase.FILLING)
         if not slots:
             return
@@ -243,6 +295,12 @@ class SparseBucket(Bucket):
     def give_back(self, slot: int) -> None:
         self.params[0].grad = self.buffer
         self.buffer = _no_entries(self.params[0])
+
+    def strange(self) -> list[int]:
+        """Parameters whose ``.grad`` is no stretch of the buffer, though it should be."""
+        rows = zip(self.numbers, self.params, self.grads, strict=self.lends)
+        found = (n for n, p, own in rows if p.grad is not None and p.grad is not own)
+        return list(found) if self.lends else []
 
     def withhold(self, slot: int) -> None:
         self.buffer = _no_entries(self.params[0])
@@ -296,17 +354,20 @@ class GradBucket:
         return f"GradBucket({self.index()}, {self._buffer.numel()} x {self._buffer.dtype})"
 
 
+_TENSOR = {Tensor}  # the types of gradients that are plain memory
+
+
 def _copy(views: list[Tensor], fresh: list[Tensor], scale: float) -> None:
     if scale != 1:
         for view, grad in zip(views, fresh, strict=True):
             if view.dtype == grad.dtype:
                 torch.mul(grad, scale, out=view)
             else:
-                view.copy_(grad * scale)  # scaled first: a weighed sum may not fit 16 bits
+                view.copy_(grad * scale)  # scaled first: a weighted sum may not fit 16 bits
     elif len(views) == 1:
         views[0].copy_(fresh[0])
     elif views:
-        torch._foreach_copy_(views, fresh)
+        foreach.copy_(views, fresh)
 
 
 def _no_entries(param: Tensor) -> Tensor:

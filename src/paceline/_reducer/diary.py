@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 
+from .._torch.tensors import indices_of, values_of
 from ..groups import Group
 from ..recorder import events
 from .bucket import Bucket, Phase
@@ -120,4 +121,4 @@ def _arrived(bucket: Bucket) -> bool:
 def _bytes_of(buffer: Tensor) -> int:
     if buffer.layout is torch.strided:
         return buffer.nbytes
-    return buffer._indices().nbytes + buffer._values().nbytes
+    return indices_of(buffer).nbytes + values_of(buffer).nbytes

@@ -10,7 +10,7 @@ inside the forward itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 
@@ -25,7 +25,8 @@ class Expects(Enum):
 class Expected:
     """The forwards of one wrapper, and what they make of the backward passes that follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        self.wanted = wanted  # whether gradients that come now are averaged, or gather here
         self.state = Expects.ALL
         self._outside = Expects.NONE  # the state around the forward that runs
         self._left: frozenset[int] | None = None  # no pass has reached them since the last forward
@@ -35,6 +36,11 @@ class Expected:
     def nothing(self) -> bool:
         """Whether a backward pass that comes through no output is none of ours."""
         return self.state is Expects.NONE
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether a forward has ended, and no pass has come since."""
+        return self.state is Expects.NEXT and self._left is None
 
     def reset(self) -> None:
         """No forward has come yet."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._torch.autograd import NO_TASK, current_task
 from .bucket import Bucket, Phase
 from .passes import Pass, Role
 
@@ -36,7 +37,8 @@ class Handed:
         first. A plan that was learned already stays.
         """
         reducer = self.reducer
-        if reducer.alone or reducer.layout.rebuilt or not reducer.layout.rebuilds:
+        self.expect_graph()
+        if not reducer.averages or reducer.layout.rebuilt or not reducer.layout.rebuilds:
             reducer.settle_plan()
             return
         order = range(len(reducer.params))[::-1]
@@ -45,6 +47,10 @@ class Handed:
         else:
             reducer.make_plan(order, None)
         reducer.settle_plan()
+
+    def expect_graph(self) -> None:
+        """From now on gradients may come from a graph."""
+        self.reducer.listeners.go_behind()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -59,18 +65,18 @@ class Handed:
         """
         if self._is_followed:
             self._end_pass()
-        reducer = self.reducer
-        if reducer.latest is None and _in_backward():
-            reducer.end_with_backward()
-            self._running().ending = _nothing  # hooks of parameters have no part in it
+        runner = self.reducer.runner
+        if not runner.has_begun and _in_backward():
+            runner.end_with_backward()
+            self._running()
 
     @property
     def _is_followed(self) -> bool:
         """Whether a backward pass came through another forward before, so that a pass is complete.
 
-        Averages of averages are right, unless they are weighed: then what comes now is late.
+        Averages of averages are right, unless they are weighted: then what comes now is late.
         """
-        complete = self._complete is not None and self._complete is self.reducer.latest
+        complete = self._complete is not None and self._complete is self.reducer.runner.current
         return complete and not self.reducer.ledger.open
 
     def _end_pass(self) -> None:
@@ -79,7 +85,8 @@ class Handed:
         self.graph_ended()
 
     def _running(self) -> Pass:
-        return self.reducer.latest or self.reducer.enter(Role.ACTIVE, answers=True)
+        runner = self.reducer.runner
+        return runner.running if runner.has_begun else runner.enter(Role.ACTIVE, answers=True)
 
     def take(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Copy gradients of the pass that runs, or begins now; send off what is complete."""
@@ -97,11 +104,10 @@ class Handed:
                     self._give(number, grad)
                     by_bucket.setdefault(index, []).append(slot)
             for index, slots in by_bucket.items():
-                reducer.take(self.buckets[index], slots)
-            running.touched.update(numbers)
-            if reducer.learning:
+                reducer.runner.take(self.buckets[index], slots)
+            if reducer.listeners.noting:
                 running.arrival.extend(numbers)
-            reducer.advance()
+            reducer.runner.advance()
 
     def _give(self, number: int, grad: Tensor) -> None:
         """Let ``.grad`` be what is to be averaged: what was gathered before counts too."""
@@ -126,17 +132,17 @@ class Handed:
         They are averaged at the end of the backward pass around it: parameters may be used outside
         the graph too, and those gradients have yet to come. ``at_once``: now, in any case.
         """
-        self._complete = self.reducer.latest
+        self._complete = self.reducer.runner.current
         if at_once or not _in_backward():
             self._end_pass()
 
     def average(self) -> None:
         """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them."""
-        reducer = self.reducer
-        reducer.handed_task = torch._C._current_graph_task_id()
+        runner = self.reducer.runner
+        runner.handed_task = current_task()
         running = self._running()
         with torch.no_grad():
-            reducer.finish(tell_end=False)
+            runner.finish(tell_end=False)
         self._untold = running
 
     def graph_ended(self) -> None:
@@ -148,10 +154,10 @@ class Handed:
     def gather(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients, by number, to those that a later pass averages."""
         reducer, ledger = self.reducer, self.reducer.ledger
-        reducer.handed_task = torch._C._current_graph_task_id()
+        reducer.runner.handed_task = current_task()
         weighs, later = ledger.weighs, _in_backward()
         if later:
-            reducer.end_with_backward(keeps=True)
+            reducer.runner.end_with_backward(keeps=True)
         if weighs and not ledger.open:
             ledger.begin(reducer.params)
         for param, grad in zip(reducer.params, grads, strict=True):
@@ -162,8 +168,4 @@ class Handed:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _nothing() -> None:
-    """No reference to the end of a backward pass."""
+    return current_task() != NO_TASK

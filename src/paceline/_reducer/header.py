@@ -35,7 +35,7 @@ class Header:
     weight: float  # mean over ranks
     trouble: bool
     late: bool
-    weighed: bool  # weights count; otherwise it is a plain mean
+    weighted: bool  # weights count; otherwise it is a plain mean
     active: list[float]  # for each rank, above zero unless it stood in; less if it only owed
     shares: list[float]  # for each parameter, the mean of what ranks said
 
@@ -43,10 +43,10 @@ class Header:
     def read(cls, memory: Tensor, ranks: int) -> Header:
         """From the reduced elements; waits for the device they are on."""
         values = memory.tolist()
-        trouble, late, weighed = (value > 0 for value in values[1:_FIXED])
+        trouble, late, weighted = (value > 0 for value in values[1:_FIXED])
         start = _FIXED + ranks
         active, shares = values[_FIXED:start], values[start:]
-        return cls(values[0], trouble, late, weighed, active, shares)
+        return cls(values[0], trouble, late, weighted, active, shares)
 
     def active_ranks(self) -> list[int]:
         """Those that had a pass of their own."""
@@ -77,7 +77,7 @@ class Said:
     weight: float = 1.0
     trouble: bool = False
     late: bool = False
-    weighed: bool = False
+    weighted: bool = False
     owing: bool = False  # it has run out
     absent: Collection[int] = ()  # parameters that have no gradient
     idle: Collection[int] = ()  # have one that this pass did not touch
@@ -85,7 +85,7 @@ class Said:
     @property
     def usual(self) -> bool:
         """Whether nothing is special about this pass."""
-        special = self.trouble or self.late or self.weighed or self.absent or self.idle
+        special = self.trouble or self.late or self.weighted or self.absent or self.idle
         return self.active is not None and not special and not self.owing
 
 
@@ -94,7 +94,7 @@ def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
     memory.fill_(scale)
     start = _FIXED + ranks
     fixed = torch.zeros(start, dtype=memory.dtype)
-    first = [said.weight, said.trouble, said.late, said.weighed]
+    first = [said.weight, said.trouble, said.late, said.weighted]
     fixed[:_FIXED] = torch.tensor(first, dtype=memory.dtype) * scale
     if said.active is not None:
         fixed[_FIXED + said.active] = 0.5 if said.owing else 1.0
@@ -110,7 +110,7 @@ def divisor(memory: Tensor, ranks: int, *, by_active: bool) -> Tensor:
 
     Infinite when a rank cannot go on: what the others have is half a gradient, and becomes zeros.
     """
-    flags = memory[1:_FIXED] > 0  # trouble, late, weighed
+    flags = memory[1:_FIXED] > 0  # trouble, late, weighted
     plain: Tensor | float = 1.0
     if by_active:
         plain = (memory[_FIXED : _FIXED + ranks] > 0).sum().to(memory.dtype) / ranks
@@ -122,12 +122,11 @@ class Mailbox:
     """Writes headers quickly, and reads them when that need not stop a device."""
 
     def __init__(self) -> None:
+        self.told: Header | None = None  # what the ranks said in the last pass, once it is known
+        self.by_active = False  # a plain mean is one over the ranks that are active
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
+        self._latest: tuple[Tensor, Header] | None = None  # read last: mostly it comes again
         self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
-
-    def reset(self) -> None:
-        """Begin anew; whoever holds it still does."""
-        self._usual, self._unread = torch.empty(0), None
 
     def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
         """Say this rank's part; what is usual is kept ready."""
@@ -138,6 +137,15 @@ class Mailbox:
             self._usual = torch.empty_like(memory)
             write(self._usual, said, scale, ranks)
         memory.copy_(self._usual)
+
+    def read(self, memory: Tensor, ranks: int) -> Header:
+        """What the ranks said; waits for the device it is on."""
+        if memory.is_cuda:
+            return Header.read(memory, ranks)
+        latest = self._latest
+        if latest is None or latest[0].dtype != memory.dtype or not torch.equal(latest[0], memory):
+            latest = self._latest = memory.clone(), Header.read(memory, ranks)
+        return latest[1]
 
     def keep(self, memory: Tensor) -> None:
         """Let :meth:`earlier` have what the ranks said, once the device has got that far."""
@@ -163,3 +171,13 @@ class Mailbox:
     def forget(self) -> None:
         """What was kept is known."""
         self._unread = None
+
+    def successor(self) -> Mailbox:
+        """One for other parameters, under the same rules."""
+        heir = Mailbox()
+        heir.told, heir.by_active = self.told, self.by_active
+        return heir
+
+    def begin_anew(self) -> None:
+        """Headers will be others than those so far; whoever holds the mailbox still does."""
+        self._usual, self._latest, self._unread = torch.empty(0), None, None

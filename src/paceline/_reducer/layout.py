@@ -34,6 +34,7 @@ class Layout:
         static = policy.static_graph
         self.first_caps, _ = policy.caps.compute_bucket_size_limits(static, policy.find_unused)
         self.plan: Assignment = first_plan(self.specs, self.first_caps)
+        self._laid_out: Assignment = ()  # the plan of the buckets
         self.first_plan = self.plan
 
     def _spec(self, number: int) -> Spec:
@@ -94,10 +95,18 @@ class Layout:
 
     # -- buckets ------------------------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the buckets are laid out as planned."""
+        if self.plan is not self._laid_out and self.plan == self._laid_out:
+            self._laid_out = self.plan
+        return bool(self.buckets) and self.plan is self._laid_out
+
     def settle(self, group: Group, *, header_rides: bool) -> bool:
         """Lay the buckets out as planned, if they are not; gradients move with them."""
-        if tuple(bucket.numbers for bucket in self.buckets) == self.plan:
+        if self.is_settled:
             return False
+        self._laid_out = self.plan
         held = {n: p.grad for n, p in enumerate(self.params) if p.grad is not None}
         views = {id(grad) for bucket in self.buckets for grad in bucket.grads}
         self.buckets = []

@@ -1,14 +1,48 @@
-"""Pass: what is known of one backward pass while it runs, and the part this rank has in it."""
+"""Pass: one backward pass as a reducer sees it, from its first sign to its end.
+
+A pass begins to *wait* when a backward pass comes to an output of a forward, or to a parameter
+that is listened to. When gradients come it *learns* their order, or *fills* buckets and sends them
+off. At the end of the backward pass it is *exchanging*: the rest is sent, and all is awaited. Then
+it has *ended*, or *failed*. :meth:`Pass.move` knows what may follow what.
+
+Which parameters a pass has reached is not told one by one: a hook on every parameter would cost
+more than the exchange of a small model. :class:`Before` knows what ``.grad`` held when it began,
+so that a look at ``.grad`` tells what has come since.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from .._torch.tensors import version_of
+from ..errors import PassStateError
+
+
+class State(Enum):
+    """Life of a pass, in order."""
+
+    WAITING = auto()  # a backward pass runs, and has brought no gradient that we know of
+    LEARNING = auto()  # gradients come, and their order is noted; all are taken at the end
+    FILLING = auto()  # gradients come, and full buckets leave
+    EXCHANGING = auto()  # all have come: what is left leaves, and all is awaited
+    ENDED = auto()  # .grad holds averages, or it was no pass to be averaged
+    FAILED = auto()  # nobody can say what .grad should hold, and it is None
+
+
+_MAY_FOLLOW = {
+    State.WAITING: {State.LEARNING, State.FILLING, State.EXCHANGING, State.ENDED, State.FAILED},
+    State.LEARNING: {State.FILLING, State.EXCHANGING, State.ENDED, State.FAILED},
+    State.FILLING: {State.EXCHANGING, State.FAILED},
+    State.EXCHANGING: {State.ENDED, State.FAILED},
+    State.ENDED: set[State](),
+    State.FAILED: set[State](),
+}
 
 
 class Role(Enum):
@@ -19,17 +53,65 @@ class Role(Enum):
     STANDING_IN = auto()  # nothing
 
 
+class Before:
+    """What ``.grad`` of each parameter held when a pass began."""
+
+    __slots__ = ("_held",)
+
+    def __init__(
+        self, params: Sequence[nn.Parameter] = (), only: Collection[int] | None = None
+    ) -> None:
+        held = {n: grad for n, p in enumerate(params) if (grad := p.grad) is not None}
+        self._held = {
+            n: (grad, version(grad)) for n, grad in held.items() if only is None or n in only
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def differs(self, number: int, grad: Tensor | None) -> bool:
+        """Whether a gradient has come, given what ``.grad`` holds now."""
+        if grad is None or number not in self._held:
+            return grad is not None
+        object_, before = self._held[number]
+        return grad is not object_ or version(grad) != before
+
+    def came(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether a gradient has come to any of them."""
+        return any(self.differs(number, param.grad) for number, param in enumerate(params))
+
+    def forget(self, number: int) -> None:
+        """Count what a parameter's ``.grad`` holds as of this pass."""
+        self._held.pop(number, None)
+
+    def untouched(self, params: Sequence[nn.Parameter]) -> set[int]:
+        """The parameters that hold a gradient of earlier passes only."""
+        return {n for n in self._held if not self.differs(n, params[n].grad)}
+
+
+def version(grad: Tensor) -> int:
+    """How often a gradient was written to; inference tensors do not know, nor do they change."""
+    return -1 if grad.is_inference() else version_of(grad)
+
+
 @dataclass(eq=False, slots=True)
 class Pass:
-    """One backward pass whose gradients are averaged."""
+    """One backward pass, or one exchange without any."""
 
     role: Role = Role.ACTIVE
     answers: bool = False  # gradients that a forward of the wrapper led to (expected.py)
+    state: State = State.WAITING
+    before: Before = field(default_factory=Before)
+    plain: bool = False  # nothing was held before, and gradients have no graph of their own
+    watched: bool = True  # it was seen before its first gradient
+    handed: bool = False  # a graph hands its gradients over (handed.py)
+    due: bool = False  # other ranks count on it, whether gradients come here or not
+    kept: bool = False  # its gradients are not to be averaged yet
+    task: int = -1  # torch's number of the backward pass
+    ending: Callable[[], object] = object  # None once a backward pass has ended without us
     next: int = 0  # the bucket whose turn it is
     arrival: list[int] = field(default_factory=list)  # while learning: parameters, as they came
-    touched: set[int] = field(default_factory=set)  # parameters that a gradient has come to
-    seen: Counter[int] = field(default_factory=Counter)  # how often, for those that act on it
-    ending: Callable[[], object] = object  # None once a backward pass has ended without us
+    seen: Counter[int] = field(default_factory=Counter)  # how often, for those that tell
     failure: Exception | None = None  # what this rank raises at the end
     trouble: str = ""  # the same, as the other ranks hear it
     again: set[int] = field(default_factory=set)  # strict: what torch would not have
@@ -44,10 +126,38 @@ class Pass:
     ended: int = 0  # the backward pass itself
     finished: int = 0
 
+    def move(self, state: State) -> None:
+        """Enter ``state``; what cannot follow is an error, not a wrong average later."""
+        if state not in _MAY_FOLLOW[self.state]:
+            raise PassStateError(needed=state.name, found=self.state.name)
+        self.state = state
+
+    @property
+    def runs(self) -> bool:
+        """Whether its backward pass has not ended yet, well or badly."""
+        return self.ending() is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether other ranks may wait for what it sends."""
+        return self.state in (State.FILLING, State.EXCHANGING)
+
+    @property
+    def gives(self) -> bool:
+        """Whether this rank has something to give."""
+        return self.role is not Role.STANDING_IN
+
     @property
     def missed(self) -> set[int]:
         """Parameters that the graph did not reach."""
         return self.absent | self.idle
+
+    def note_arrival(self, number: int) -> None:
+        """While learning: a gradient comes to a parameter, in this order."""
+        if self.state is State.WAITING:
+            self.move(State.LEARNING)
+        self.arrival.append(number)
+        self.seen[number] += 1
 
     def fail(self, error: Exception, told: str = "") -> None:
         """Raise ``error`` here at the end of the pass, and let the other ranks know."""

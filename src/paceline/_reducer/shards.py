@@ -89,10 +89,10 @@ class ShardedBucket(Bucket):
     def means(self) -> Tensor:
         return self.buffer[self.own.start : self.own.stop]
 
-    def take(self, slots: Sequence[int], scale: float) -> None:
+    def take(self, slots: Sequence[int], scale: float, *, plain: bool = False) -> None:
         if not self.taken:
             self.own.rescue(self.means)
-        super(ShardedBucket, self).take(slots, scale)
+        super(ShardedBucket, self).take(slots, scale, plain=plain)
         self.kept.clear()
 
     def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
@@ -104,6 +104,10 @@ class ShardedBucket(Bucket):
     def conclude(self) -> None:
         if self.own.touched:
             self.own.accept(self.means)
+
+    def give_back_all(self) -> None:
+        """Only note it: the means are in the shard."""
+        self.own.touched.update(range(len(self.params)))
 
     def give_back(self, slot: int) -> None:
         """Only note it: the mean is in the shard."""

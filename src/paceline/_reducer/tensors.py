@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .._exchange import strides_of
+from .._torch import foreach
+from .._torch.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
 
 def local(tensor: Tensor) -> Tensor:
     """The memory this rank holds of ``tensor``: itself, unless it is a DTensor."""
-    return tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def settled(grad: Tensor, param: Tensor) -> Tensor:
     """``grad`` laid out over the mesh as ``param`` is; plain tensors are so already."""
-    if not _is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
+    if not is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
         return grad
     return grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined,no-any-return]
 
@@ -41,7 +43,7 @@ def view_for(flat: Tensor, start: int, param: Tensor) -> Tensor:
 
 def like(view: Tensor, param: Tensor) -> Tensor:
     """``view`` as what ``param.grad`` may be: a DTensor if the parameter is one."""
-    if not _is_dtensor(param):
+    if not is_dtensor(param):
         return view
     from torch.distributed.tensor import DTensor
 
@@ -60,7 +62,7 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
     """Divide ``tensors`` in place by one number on their device, in at least 32 bits."""
     wide = [t for t in tensors if not t.is_sparse and t.dtype.itemsize >= 4]
     if wide:
-        torch._foreach_div_(wide, divisor)
+        foreach.div_(wide, divisor)
     for tensor in tensors:
         if tensor.is_sparse:
             tensor.div_(divisor)
@@ -77,7 +79,3 @@ def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:
         param.grad = like(total, param)
     else:
         local(param.grad).add_(total)
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return type(tensor) is not Tensor and hasattr(tensor, "_local_tensor")

@@ -20,6 +20,7 @@ class Picture:
         self._missed: frozenset[int] = frozenset()  # in the last one
         self.used = [0] * len(self._names)  # by how many ranks' graphs in the last pass
         self.unfinished: tuple[int, ...] = ()  # strict: what the last pass did not reach
+        self._told: Header | None = None  # what was counted last
 
     def named(self, numbers: Iterable[int]) -> list[str]:
         """The parameters' names, in order."""
@@ -31,6 +32,8 @@ class Picture:
         """What is wrong with a pass that did not reach ``missed`` and came ``again`` to some."""
         if again and not policy.static_graph:
             return LateGradientError(rank, self.named(again))
+        if not missed and self._first is not None and len(self._first) == len(self._names):
+            return None  # all of them, as in the first pass
         reached = frozenset(range(len(self._names))).difference(missed)
         if self._first is None:
             self._first = reached
@@ -53,8 +56,8 @@ class Picture:
 
     def count(self, told: Header | None, ranks: int) -> None:
         """Learn from the header on how many ranks each parameter was reached."""
-        if told is not None:
-            self.used = told.used(ranks)
+        if told is not None and told is not self._told:
+            self._told, self.used = told, told.used(ranks)
 
     def forget(self) -> None:
         """The next pass is as a first one."""

@@ -1,10 +1,10 @@
 """How much a rank's gradients count: the mean is ``sum(w * g) / sum(w)`` over ranks and passes.
 
-A plain pass counts as 1 and is added to ``.grad`` by autograd. A *weighed* pass counts as what the
+A plain pass counts as 1 and is added to ``.grad`` by autograd. A *weighted* pass counts as what the
 user said, the number of samples for instance, so its gradient must be multiplied before it is added
 to anything. For the time of the pass, whatever ``.grad`` held is therefore put aside: ``gathered``,
-the sum of the weighed passes since the last average, and ``base``, what was averaged before them
-and must not be weighed again.
+the sum of the weighted passes since the last average, and ``base``, what was averaged before them
+and must not be weighted again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from .._torch.tensors import values_of, version_of
 from .tensors import local
 
 
@@ -24,17 +25,17 @@ class Ledger:
 
     explicit: float | None = None  # weight of the passes that run now; None: they are plain
     once: bool = False  # it is for the next pass only
-    total: float = 0.0  # of the weighed passes since the last average
-    plain: int = 0  # plain passes since then that were not averaged; a weighed one counts them in
+    total: float = 0.0  # of the weighted passes since the last average
+    plain: int = 0  # plain passes since then that were not averaged; a weighted one counts them in
     unit: float = 1.0  # weights travel as multiples of it, so that 16 bits can hold the sums
-    open: bool = False  # a weighed pass runs
+    open: bool = False  # a weighted pass runs
     gathered: dict[int, Tensor] = field(default_factory=dict)
     base: dict[int, Tensor] = field(default_factory=dict)
     _versions: dict[int, tuple[int, int]] = field(default_factory=dict)  # of .grad, as it was left
 
     @property
     def weighs(self) -> bool:
-        """Whether the next pass is weighed."""
+        """Whether the next pass is weighted."""
         return self.explicit is not None or self.total > 0
 
     @property
@@ -57,26 +58,26 @@ class Ledger:
         self.open = True
 
     def owes(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether weighed passes wait to be averaged; not when the user has cleared ``.grad``.
+        """Whether weighted passes wait to be averaged; not when the user has cleared ``.grad``.
 
         Cleared in place (``zero_grad(set_to_none=False)``) they are still there, and zero.
         """
         if not self.total:
             return False
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
-        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), g._version)]
+        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), version_of(g))]
         cleared = len(changed) == len(held) and not any(map(_is_something, changed))
         if cleared:
             self.forget_gathered()
         return not cleared
 
     def forget_gathered(self) -> None:
-        """What weighed passes left does not count any more."""
+        """What weighted passes left does not count any more."""
         self.total = 0.0
         self.base, self._versions = {}, {}
 
     def fold(self, number: int, param: nn.Parameter) -> None:
-        """Make ``.grad`` the weighed sum of this pass and those before it."""
+        """Make ``.grad`` the weighted sum of this pass and those before it."""
         before, grad = self.gathered.pop(number, None), param.grad
         if (
             self.weight == 0 or grad is None
@@ -89,12 +90,12 @@ class Ledger:
             param.grad = before
 
     def end(self, params: Sequence[nn.Parameter]) -> None:
-        """A weighed pass that is not averaged is over."""
+        """A weighted pass that is not averaged is over."""
         for number, param in enumerate(params):
             self.fold(number, param)
         self.total += self.weight
         held = ((n, p.grad) for n, p in enumerate(params))
-        self._versions = {n: (id(g), g._version) for n, g in held if g is not None}
+        self._versions = {n: (id(g), version_of(g)) for n, g in held if g is not None}
         self._close()
 
     @property
@@ -141,4 +142,4 @@ class Ledger:
 
 def _is_something(grad: Tensor) -> bool:
     mine = local(grad)
-    return bool((mine._values() if mine.is_sparse else mine).any())
+    return bool((values_of(mine) if mine.is_sparse else mine).any())

@@ -45,3 +45,13 @@ def hooks_of(tensor: Tensor) -> Mapping[int, Any]:
 def late_hooks_of(tensor: Tensor) -> Mapping[int, Any]:
     """The hooks that ``register_post_accumulate_grad_hook`` put on a parameter."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or _NONE
+
+
+def forget_empty_hooks(tensor: Tensor) -> None:
+    """Let go of the place of hooks that are gone.
+
+    When the last handle of ``register_hook`` is removed, torch keeps an empty dictionary and calls
+    into Python for it in every backward pass, for microseconds each time.
+    """
+    if not tensor._backward_hooks:
+        tensor._backward_hooks = None

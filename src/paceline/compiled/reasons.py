@@ -44,7 +44,7 @@ def now(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> str:
     for slot, param in enumerate(params):
         known = slot < len(reducer.names)
         own = reducer.hooks_on(slot) if known else 0
-        if hooks_of(param) or len(late_hooks_of(param)) > own:
+        if len(hooks_of(param)) + len(late_hooks_of(param)) > own:
             name = reducer.names[slot] if known else f"parameter {slot} of the optimizer"
             return f"{name} has a hook of its own"
     return ""

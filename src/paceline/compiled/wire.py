@@ -119,6 +119,7 @@ class Wire:
             )
         self._gathered = {}  # of a backward pass that failed
         self.ddp.traced.begin_forward()
+        self.reducer.handed.expect_graph()
         self.ddp.traced.end_forward(None)
         _fill(given, [self.ddp.traced.beat, *self.module.buffers()])
 

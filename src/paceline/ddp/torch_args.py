@@ -142,7 +142,7 @@ def choose_policy(
     skip_all_reduce_unused_params: bool = False,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-    alone: bool = False,
+    even_alone: bool = False,
 ) -> Reduction:
     """How gradients are averaged; views into buckets unless that is refused."""
     return Reduction(
@@ -153,7 +153,7 @@ def choose_policy(
         strict=strict,
         skip_unused=skip_all_reduce_unused_params,
         dtype=dtype,
-        alone=alone,
+        even_alone=even_alone,
     )
 
 

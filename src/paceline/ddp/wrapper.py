@@ -155,7 +155,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             dtype=_transfer_dtype(self.mixed_precision),
             strict=is_strict(),
-            alone=foreign or os.environ.get("PACELINE_SKIP_ALONE") == "0",
+            even_alone=foreign or os.environ.get("PACELINE_SKIP_ALONE") == "0",
         )
         strip(self.module)
         self._caster = None

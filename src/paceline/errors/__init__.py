@@ -76,6 +76,7 @@
     ├── LogVersionError            …or that another version wrote               (ValueError)
     ├── IntegrationMissingError    a library that is not installed              (ImportError)
     ├── BucketPhaseError           a bug of ours in the life of a bucket        (RuntimeError)
+    ├── PassStateError             a bug of ours in the life of a pass          (RuntimeError)
     └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
 
 In brackets the builtin that ``except`` lines of old scripts look for; some inherit a second one.
@@ -95,6 +96,7 @@ from .ddp import (
     ModuleArgumentError,
     ModuleStateError,
     ModuleTypeError,
+    PassStateError,
     PeerError,
     ReplicatedTwiceError,
     ShardingError,
@@ -204,6 +206,7 @@ __all__ = [
     "OptimizerTypeError",
     "OptionValueError",
     "PacelineError",
+    "PassStateError",
     "PeerDiedError",
     "PeerDiedUnjoinedError",
     "PeerError",

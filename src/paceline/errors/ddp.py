@@ -229,3 +229,14 @@ class BucketPhaseError(PacelineError, RuntimeError):
 
     def __str__(self) -> str:
         return f"bucket {self.bucket} is {self.found}, and must be {self.needed}"
+
+
+@dataclass(eq=False)
+class PassStateError(PacelineError, RuntimeError):
+    """A pass was moved to a state that cannot follow; only a bug of paceline's can do that."""
+
+    needed: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"a pass is {self.found}, and {self.needed} cannot follow"

@@ -1,0 +1,246 @@
+"""Exchange: the end of a pass, from the last gradient of this rank to averages on all of them.
+
+What is missing is filled with zeros, the header is written (``header.py``) and all is awaited. So
+every pass of every rank consists of the same collectives, whichever parameters its graph reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import Work as TorchWork
+
+from ..errors import LateGradientError, PeerError
+from ..groups import FINISHED, ReduceOp
+from . import header
+from .bucket import Bucket
+from .header import Header, Said
+from .method import Method
+from .passes import Pass, Role
+from .tensors import divide, local
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+
+class Exchange:
+    """What one rank does at the end of one pass."""
+
+    def __init__(self, reducer: Reducer, running: Pass, method: Method) -> None:
+        self._of, self._pass, self._method = reducer, running, method
+        self._group, self._buckets = reducer.group, reducer.layout.buckets
+
+    def complete(self, *, tell_end: bool) -> None:
+        """Leave the averages of all ranks in ``.grad``, or raise on all of them."""
+        self._pass.ended = time.perf_counter_ns()
+        mailbox = self._of.mailbox
+        told = mailbox.told = self._send_and_wait()
+        self._divide(told)
+        self._refuse_overdue()
+        self._refuse_trouble(told)
+        self._hand_out(told)
+        self._settle_weights(told)
+        self._draw_conclusions(told)
+        self._tell_others(tell_end)
+
+    def _send_and_wait(self) -> Header | None:
+        runner, last = self._of.runner, self._buckets[-1]
+        for bucket in self._buckets[self._pass.next : -1]:
+            runner.launch(bucket)
+        runner.take_rest(last)
+        self._look_around()
+        memory, rides = self._header_memory(last)
+        work: TorchWork = FINISHED
+        if rides or self._method.prompt:
+            self._write_header(memory)
+        if self._method.prompt and not rides:
+            work = self._start_header(memory)
+        runner.launch(last)
+        for bucket in self._buckets:
+            with runner.noting_failure():
+                self._of.diary.wait(bucket)
+        if not rides and not self._method.prompt:
+            self._write_header(memory)
+            work = self._start_header(memory)
+        self._of.diary.wait_for(work)
+        return self._read_header(memory)
+
+    def _start_header(self, memory: Tensor) -> TorchWork:
+        return self._group.start_all_reduce(memory, self._method.op, quiet=self._method.quiet)
+
+    def _look_around(self) -> None:
+        """Note what is absent and what came late, and whether that is allowed."""
+        running = self._pass
+        for bucket in self._buckets:
+            running.absent.update(bucket.numbers[slot] for slot in bucket.absent)
+            for slot in [s for s, param in enumerate(bucket.params) if param.grad is not None]:
+                param = bucket.params[slot]
+                assert param.grad is not None
+                running.late[bucket.numbers[slot]], param.grad = param.grad, None
+        running.absent.difference_update(running.late)
+        running.idle.difference_update(running.late)
+        if not running.gives or running.trouble:
+            return
+        rank, picture = self._group.rank(), self._of.picture
+        error = picture.objection(rank, running.missed, running.again, self._of.policy)
+        if error is None and running.late and not self._listens:
+            error = LateGradientError(rank, picture.named(running.late))
+        if error is not None:
+            running.fail(error)
+
+    # -- the header ---------------------------------------------------------------------------
+
+    @property
+    def _listens(self) -> bool:
+        """Whether all ranks read the header in the pass it belongs to."""
+        of = self._of
+        return not self._method.reads_late or of.listeners.learning or of.layout.sharded
+
+    def _header_memory(self, last: Bucket) -> tuple[Tensor, bool]:
+        size = header.length(self._method.ranks, len(self._of.params))
+        if self._of.header_rides and self._of.layout.carries_header(last.numbers):
+            return last.buffer[-size:], True
+        device = self._of.params[0].device
+        return torch.empty(size, dtype=torch.float64, device=device), False
+
+    def _write_header(self, memory: Tensor) -> None:
+        running, ledger = self._pass, self._of.ledger
+        said = Said(
+            active=self._group.rank() if running.gives else None,
+            weight=ledger.owed() if running.gives else 0.0,
+            trouble=bool(running.trouble),
+            late=bool(running.late),
+            weighted=ledger.counts and running.gives,
+            owing=running.role is Role.OWING,
+            absent=running.absent,
+            idle=running.idle,
+        )
+        self._of.mailbox.write(memory, said, self._method.share, self._method.ranks)
+
+    def _read_header(self, memory: Tensor) -> Header | None:
+        """What the ranks said; None while a device has not got that far and nothing hangs on it.
+
+        Then the next pass has it (``Runner.hear_earlier``). Until then it counts all the same:
+        means are divided on the device.
+        """
+        running, of = self._pass, self._of
+        if self._listens:
+            return of.mailbox.read(memory, self._method.ranks)
+        running.header = memory
+        of.mailbox.keep(memory)
+        special = running.absent or running.late or running.trouble or of.observers.see_buckets
+        if special or of.mailbox.by_active or of.heeds():
+            return of.mailbox.read(memory, self._method.ranks)
+        return None
+
+    def _divide(self, told: Header | None) -> None:
+        """The mean of ``w g`` over the mean of ``w``; of plain passes, that of the active ranks."""
+        ranks, memory = self._method.ranks, self._pass.header
+        by_active = self._of.mailbox.by_active
+        if memory is not None:
+            divisor = header.divisor(memory, ranks, by_active=by_active)
+            divide([bucket.means for bucket in self._buckets], divisor)
+        if memory is not None or told is None or not (told.weighted or by_active):
+            return
+        weight = told.weight if told.weighted else len(told.active_ranks()) / ranks
+        if weight not in (0.0, 1.0):
+            for bucket in self._buckets:
+                bucket.means.div_(weight)
+            self._pass.divisor = weight
+
+    # -- what it comes to ---------------------------------------------------------------------
+
+    def _refuse_overdue(self) -> None:
+        """Raise what was not known in the pass before; not earlier, so that this one is whole."""
+        if self._pass.overdue:
+            raise PeerError(self._group.rank(), {}, "in the pass before this one")
+
+    def _refuse_trouble(self, told: Header | None) -> None:
+        """When a rank said that it cannot go on, raise what it says on every rank."""
+        if told is None or not told.trouble:
+            if self._pass.failure is not None:  # the header had left before
+                raise self._pass.failure
+            return
+        self._of.mailbox.forget()
+        said = self._group.all_gather_object(self._pass.trouble) if self._listens else []
+        if self._pass.failure is not None:
+            raise self._pass.failure
+        messages = {rank: str(text) for rank, text in enumerate(said) if text}
+        raise PeerError(self._group.rank(), messages)
+
+    def _hand_out(self, told: Header | None) -> None:
+        absent = self._pass.absent
+        withheld = {n for n in absent if told is None or not told.present(n)}
+        for bucket in self._buckets:
+            if not withheld.intersection(bucket.numbers):
+                bucket.give_back_all()
+                continue
+            for slot, number in enumerate(bucket.numbers):
+                if number in withheld:
+                    bucket.withhold(slot)
+                else:
+                    bucket.give_back(slot)
+        if told is not None and told.late:
+            self._add_late(self._pass.late)
+        for bucket in self._buckets:
+            bucket.conclude()
+
+    def _add_late(self, late: dict[int, Tensor]) -> None:
+        """Reduce what came after its bucket had left, and add it; every rank takes part."""
+        params, place, ledger = self._of.params, self._of.layout.place, self._of.ledger
+        anywhere = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
+        anywhere[list(late)] = 1
+        self._group.all_reduce(anywhere, ReduceOp.MAX)
+        share = self._method.share * ledger.weight / ledger.unit
+        for number in anywhere.nonzero().flatten().tolist():
+            total = torch.zeros_like(local(params[number]))
+            if number in late:
+                total.add_(local(late[number]), alpha=share)
+            self._group.all_reduce(total, self._method.op)
+            bucket, slot = place[number]
+            self._buckets[bucket].add(slot, total.div_(self._pass.divisor))
+
+    def _settle_weights(self, told: Header | None) -> None:
+        ledger = self._of.ledger
+        if told is not None and told.weighted and self._listens:
+            ledger.choose_unit(told.weight)
+        if not self._pass.gives:
+            return
+        ledger.plain = 0
+        if ledger.open:
+            ledger.settle(self._of.params)
+
+    def _draw_conclusions(self, told: Header | None) -> None:
+        running, of = self._pass, self._of
+        of.picture.count(told, self._method.ranks)
+        if running.gives:
+            of.picture.conclude(running.missed, of.policy)
+        if running.answers:
+            self._note_answer(running.missed, told)
+        if of.listeners.learning:
+            of.make_plan(running.arrival, told, watched=running.watched)
+        elif running.late or (told is not None and told.late):
+            of.listeners.learn()
+        elif running.arrival:
+            of.listeners.act_on_few(running.arrival, watched=running.watched)
+        elif not running.watched:
+            of.listeners.hear_all()
+
+    def _note_answer(self, missed: Collection[int], told: Header | None) -> None:
+        """Has this pass answered the forward? All ranks agree: what none reached is the same."""
+        of = self._of
+        unreached = [number for number in missed if not of.picture.used[number]]
+        at_once = told is None or of.policy.find_unused
+        of.expected.gradients_came(unreached, at_once=at_once)
+
+    def _tell_others(self, tell_end: bool) -> None:
+        self._pass.finished = time.perf_counter_ns()
+        observers = self._of.observers
+        observers.tell_buckets(self._buckets)
+        if tell_end:
+            observers.tell_end(self._pass)
+        observers.tell_averages()
