@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -258,6 +258,7 @@ def test_a_mean_of_nothing_leaves_the_unit(mean: float) -> None:
     assert ledger.unit == 8.0
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e9))
 def test_in_the_unit_that_is_chosen_counts_are_about_one(count: float) -> None:
     ledger = Ledger()
@@ -272,6 +273,7 @@ def test_in_the_unit_that_is_chosen_counts_are_about_one(count: float) -> None:
 PASSES = st.lists(st.tuples(st.none() | COUNTS, VALUES), max_size=3)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(PASSES, st.tuples(COUNTS, VALUES)), min_size=1, max_size=3),
     st.none() | VALUES,

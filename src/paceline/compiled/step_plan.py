@@ -85,7 +85,7 @@ class _Walk:
     def _place(self, bucket: Bucket) -> int:
         """Where its last gradient is handed over; at the end if some never come."""
         mine = set(bucket.numbers)
-        found = [at for numbers, at in self._launches.items() if numbers & mine]
+        found = [at for indices, at in self._launches.items() if indices & mine]
         handed = set().union(*(n for n in self._launches if n & mine))
         return max(found) if mine <= handed else self._end
 

@@ -92,10 +92,10 @@ class Wire:
 
     # -- a step that is one graph -------------------------------------------------------------
 
-    def launch(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def launch(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over."""
         self._say_first()
-        self.reducer.handed.take(numbers, grads)
+        self.reducer.handed.take(indices, grads)
 
     def settle(self, given: Sequence[Tensor]) -> None:
         """Wait for the averages, and see to it that ``given`` holds them."""
@@ -123,12 +123,12 @@ class Wire:
         self.ddp.traced.end_forward(None)
         _fill(given, [self.ddp.traced.beat, *self.module.buffers()])
 
-    def hand_over(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def hand_over(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over, to be averaged in this pass or in a later one."""
         if self.ddp.replica.averaging.now():
-            self.reducer.handed.take(numbers, grads)
+            self.reducer.handed.take(indices, grads)
         else:
-            self._gathered.update(zip(numbers, [grad.clone() for grad in grads], strict=True))
+            self._gathered.update(zip(indices, [grad.clone() for grad in grads], strict=True))
 
     def average(self) -> None:
         """Every gradient of the graph has been handed over."""
@@ -159,8 +159,8 @@ def _fill(given: Sequence[Tensor], own: Sequence[Tensor]) -> None:
             copy.copy_(original)
 
 
-def _launch(grads: Sequence[Tensor], numbers: Sequence[int], wire: Tensor) -> Tensor:
-    wire_numbered(wire).launch(numbers, grads)
+def _launch(grads: Sequence[Tensor], indices: Sequence[int], wire: Tensor) -> Tensor:
+    wire_numbered(wire).launch(indices, grads)
     return torch.empty((), dtype=torch.int64)
 
 
@@ -173,8 +173,8 @@ def _before_forward(buffers: Sequence[Tensor], trains: bool, alone: bool, wire: 
         wire_numbered(wire).before_forward(buffers, alone)
 
 
-def _hand_over(grads: Sequence[Tensor], numbers: Sequence[int], wire: Tensor) -> Tensor:
-    wire_numbered(wire).hand_over(numbers, grads)
+def _hand_over(grads: Sequence[Tensor], indices: Sequence[int], wire: Tensor) -> Tensor:
+    wire_numbered(wire).hand_over(indices, grads)
     return torch.zeros(())
 
 
@@ -198,7 +198,7 @@ def _nothing(*_: object) -> None:
 # ``launch`` and ``hand_over`` write to the buckets too, and the compiler is not told: nothing in a
 # graph reads them before ``settle``, which waits for every ticket and is what the compiler knows
 # as the writer, or before ``average``, behind which there is nothing.
-_GIVE = "(Tensor[] grads, int[] numbers, Tensor wire) -> Tensor"
+_GIVE = "(Tensor[] grads, int[] indices, Tensor wire) -> Tensor"
 _OPERATORS: tuple[tuple[str, str, Callable[..., object], Callable[..., object]], ...] = (
     ("launch", _GIVE, _launch, _a_ticket),
     ("settle", "(Tensor(a!)[] buffers, Tensor[] tickets, Tensor wire) -> ()", _settle, _nothing),

@@ -35,16 +35,16 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, numbers: list[int], wire: Tensor, anchor: Tensor, *params: Tensor
+        ctx: Any, indices: list[int], wire: Tensor, anchor: Tensor, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.numbers = numbers
+        ctx.indices = indices
         ctx.save_for_backward(wire)
         return tuple([param.view_as(param) for param in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (wire,) = ctx.saved_tensors
-        ticket = torch.ops.paceline.hand_over(list(grads), ctx.numbers, wire)
+        ticket = torch.ops.paceline.hand_over(list(grads), ctx.indices, wire)
         return (None, None, ticket, *[None for _ in grads])
 
 
@@ -117,9 +117,9 @@ def _gated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
             layers.setdefault(name.rpartition(".")[0], []).append((number, name, param))
     gated: dict[str, Tensor] = {}
     for members in layers.values():
-        numbers = [number for number, _, _ in members]
+        indices = [number for number, _, _ in members]
         params = [param for _, _, param in members]
-        passed = gate.apply(numbers, ddp.traced.number, anchor, *params)
+        passed = gate.apply(indices, ddp.traced.number, anchor, *params)
         for (_, name, _), tensor in zip(members, passed, strict=True):
             gated[name] = tensor
     return gated
