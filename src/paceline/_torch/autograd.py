@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ their gradient and nothing of the pass it belongs to."""
 NO_TASK = -1
 """What :data:`current_task` says outside of any backward pass."""
 
-call_after_backward = Variable._execution_engine.queue_callback
-"""Call a function when the backward pass that runs now has ended, of which no public hook tells."""
-
 is_profiling = torch.autograd._profiler_enabled
 """Whether a profiler listens on this thread: a range that nobody hears costs microseconds."""
 
 keeping_versions = torch.autograd._unsafe_preserve_version_counter
 """A context in which tensors are written without autograd's noticing that saved ones have changed;
 public code can only give a tensor other memory, which captured graphs do not follow."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that runs now has ended: no public hook tells of it.
+
+    Spelled out, because Dynamo knows the call by these names when it traces a backward pass.
+    """
+    Variable._execution_engine.queue_callback(function)
 
 
 def end_with(record: Any, future: Any) -> None:

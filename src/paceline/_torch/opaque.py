@@ -132,10 +132,10 @@ def keep_in_order(library: Library, operator: str) -> None:
 # -- comparisons ------------------------------------------------------------------------------
 #
 # Since 2.13 torch folds ``g == h``, ``g is h`` and ``{g: …}[h]`` to what they are for the objects
-# that it traces with, and guards nothing. Where two objects of ours are compared, or one is hashed, each of
-# them is pinned: that compiled code serves these very objects. torch 2.11 refuses all three. In
-# 2.12, and wherever the names below are missing, every object is pinned: safe, and one compile for
-# each.
+# that it traces with, and guards nothing. Where two objects of ours are compared, or one is hashed,
+# each of them is pinned: that compiled code serves these very objects. torch 2.11 refuses all
+# three. In 2.12, and wherever the names below are missing, every object is pinned: safe, and one
+# compile for each.
 
 
 def _watch(cls: type) -> None:
