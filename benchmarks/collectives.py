@@ -4,8 +4,9 @@ the memory can do?
     python benchmarks/collectives.py --save results.md       about eight minutes
     python benchmarks/collectives.py --quick                 half a minute, and rougher
 
-**All-reduce.** float32, sum, in four ways that take turns in the same processes: torch's gloo
-group; the shm group on ordinary tensors; the shm group on tensors from ``group.allocate``, which it
+**All-reduce.** float32, sum, in five ways that take turns in the same processes: torch's gloo
+group; the shm group on ordinary tensors; the same called as torch calls a group, with a list,
+options and a Work that is waited for; the shm group on tensors from ``group.allocate``, which it
 reduces where they lie; and, as the limit, every rank at once copying as many bytes from one tensor
 to another, which is what an in-place all-reduce must read and write at least. A call's time runs
 from when the first rank starts it to when the last one is done, the Python call included; a barrier
@@ -64,21 +65,28 @@ Times = dict[str, list[tuple[float, float]]]  # one rank's starts and ends of th
 
 
 def time_all_reduce(meeting: Meeting, size: int, seconds: float) -> Times:
-    """One rank's part in a cell: the four ways in turn, until the time is up."""
+    """One rank's part in a cell: the five ways in turn, until the time is up."""
     dist.init_process_group("gloo")
     gloo = dist.group.WORLD
     assert gloo is not None
     with meeting.new_group("shm") as shm:
         plain, other = torch.empty(size // 4), torch.empty(size // 4)
         shared = shm.allocate(size // 4)
+        options = dist.AllreduceOptions()
         ways: dict[str, Callable[[], object]] = {
             # Straight to the group: torch.distributed.all_reduce would add to gloo's time.
             "gloo": lambda: gloo.allreduce([plain]).wait(),
             "shm": lambda: shm.all_reduce(plain),
+            "as torch": lambda: shm.allreduce([plain], options).wait(),
             "in place": lambda: shm.all_reduce(shared),
             "copy": lambda: other.copy_(plain),
         }
-        for name, tensor in (("gloo", plain), ("shm", plain), ("in place", shared)):
+        for name, tensor in (
+            ("gloo", plain),
+            ("shm", plain),
+            ("as torch", plain),
+            ("in place", shared),
+        ):
             _check(ways[name], tensor, meeting)
         ways["copy"]()
         for tensor in (plain, shared):
@@ -216,9 +224,11 @@ class Cell:
 
     def line(self) -> str:
         median = {name: statistics.median(spans) for name, spans in self.spans.items()}
-        times = [show(self.spans.get(name)) for name in ("gloo", "shm", "in place", "copy", "mpi")]
+        ways = ("gloo", "shm", "as torch", "in place", "copy", "mpi")
+        times = [show(self.spans.get(name)) for name in ways]
         ratios = [
             f"{median['gloo'] / median['shm']:.1f}x",
+            f"{median['as torch'] / median['shm']:.2f}",
             f"{median['gloo'] / median['in place']:.1f}x",
             f"{median['in place'] / median['copy']:.2f}",
         ]
@@ -226,9 +236,9 @@ class Cell:
 
 
 CELL_HEAD = (
-    "| ranks | size | gloo | shm | shm in place | copy (limit) | OpenMPI "
-    "| gloo / shm | gloo / in place | in place / copy |\n"
-    "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    "| ranks | size | gloo | shm | shm, list and Work | shm in place | copy (limit) | OpenMPI "
+    "| gloo / shm | list and Work / shm | gloo / in place | in place / copy |\n"
+    "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 STEP_HEAD = (
     "| DistributedDataParallel, 2 ranks | no communication | over gloo | over shm "

@@ -30,6 +30,13 @@
  * Collectives run in the order of submission; point-to-point transfers have a lane of their own and
  * overtake each other as their peers allow.
  *
+ * Starting and waiting at once. Waking the thread costs more than a small all-reduce, and then it is
+ * in the way of the caller. So where callers have come for their collectives at once a few times in
+ * a row, the next one is left to its caller (`due`): the thread is not woken. It looks by itself
+ * every half a millisecond then, and takes up what nobody came for; after that it is woken as before.
+ * A small one is even driven for a moment while it is started, and is often done then. Every so often
+ * that is left out, to see whether callers still come at once.
+ *
  * The end. Threads that are in a call are counted. Closing lets nothing new begin, ends what is
  * still under way as an abort does, and waits until nobody is inside; only then may the caller unmap
  * the memory. The engine itself stays until pl_free, for those who come too late and are refused.
@@ -55,16 +62,63 @@ static void drive(Lane *l, int64_t until, int spin) { /* the mutex is held befor
 
 static int has_work(Lane *l) { return l->pending > 0; } /* the mutex is held */
 
+#define OFTEN 3             /* so many in a row make a habit */
+#define AT_ONCE 300000      /* ns between submitting and waiting */
+#define GRACE 300000        /* ns that a caller has to come */
+#define LOOK 500000         /* ns between two looks of a thread that is not woken */
+#define HABIT_ENDS 20000000 /* ns without anything to look at */
+#define TRY 100000          /* ns for which a start may drive */
+#define TRIED ((uint64_t)1 << 20) /* bytes: larger ones would take longer than that */
+#define SEE 32              /* one in so many is not tried */
+
+static void wait_until(Lane *l, pthread_cond_t *what, int64_t until) { /* the mutex is held before and after */
+    struct timespec t = {until / 1000000000, until % 1000000000};
+    pthread_cond_timedwait(what, &l->mutex, &t);
+}
+
+static void rest(Lane *l, int64_t now) { /* of the thread; the mutex is held before and after */
+    if (now - l->latest > HABIT_ENDS) l->prompt = 0;
+    l->looks = l->prompt >= OFTEN;
+    if (l->looks) wait_until(l, &l->wanted, now + LOOK);
+    else pthread_cond_wait(&l->wanted, &l->mutex);
+}
+
 static void *lane_thread(void *lane) {
     Lane *l = lane;
     pthread_mutex_lock(&l->mutex);
     while (!l->closing) {
+        int64_t now = now_ns();
+        if (l->running || !l->for_thread || now < l->due) {
+            rest(l, now);
+            continue;
+        }
+        if (l->due) l->prompt = 0; /* nobody came */
+        l->due = 0;
         /* no spinning here: beside a rank that computes it costs more than it gains, also with idle cores */
-        if (!l->running && has_work(l)) drive(l, now_ns() + 20000000, 0);
-        else pthread_cond_wait(&l->changed, &l->mutex);
+        drive(l, now + 20000000, 0);
     }
     pthread_mutex_unlock(&l->mutex);
     return NULL;
+}
+
+static int worth_a_try(Lane *l, const Op *op) { /* the mutex is held */
+    return op->mode == 1 && l->due && own_bytes(op) <= TRIED && ++l->tries % SEE;
+}
+
+static void hand_over(Lane *l) { /* whoever drove goes away; the mutex is held */
+    int will_look = l->due && l->looks;
+    if (l->for_thread && !l->running && !will_look) pthread_cond_signal(&l->wanted);
+}
+
+static void note_habit(Lane *l, Op *op, int64_t now) { /* somebody waits for `op`; the mutex is held */
+    if (op->mode != 1 || op->waited || l != &l->engine->coll) return;
+    op->waited = 1;
+    int64_t submitted = op->timeout_ns < 0 ? 0 : op->deadline - op->timeout_ns;
+    if (now - submitted >= AT_ONCE) l->prompt = 0;
+    else if (l->prompt < OFTEN && ++l->prompt == OFTEN) {
+        l->latest = now;
+        pthread_cond_signal(&l->wanted); /* it begins to look by itself */
+    }
 }
 
 static void lane_open(Lane *l, Engine *e, int64_t (*turn)(Lane *, int64_t, int)) {
@@ -73,6 +127,7 @@ static void lane_open(Lane *l, Engine *e, int64_t (*turn)(Lane *, int64_t, int))
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_mutex_init(&l->mutex, NULL);
     pthread_cond_init(&l->changed, &clock);
+    pthread_cond_init(&l->wanted, &clock);
     pthread_condattr_destroy(&clock);
     l->engine = e;
     l->turn = turn;
@@ -82,19 +137,16 @@ static void lane_close(Lane *l) {
     pthread_mutex_lock(&l->mutex);
     l->closing = 1;
     pthread_cond_broadcast(&l->changed);
+    pthread_cond_broadcast(&l->wanted);
     pthread_mutex_unlock(&l->mutex);
     if (l->has_thread) pthread_join(l->thread, NULL);
     pthread_mutex_destroy(&l->mutex);
     pthread_cond_destroy(&l->changed);
+    pthread_cond_destroy(&l->wanted);
 }
 
-static void submit(Lane *l, Op *op, int wake_thread) {
-    op->next = NULL;
-    l->pending++;
-    if (l->last) l->last->next = op;
-    else l->first = op;
-    l->last = op;
-    if (!wake_thread) return;
+static void leave_to_thread(Lane *l, int64_t now) { /* the operation that was just submitted */
+    l->for_thread++;
     if (!l->has_thread) {
         sigset_t all, old; /* signals are for Python's threads */
         sigfillset(&all);
@@ -102,8 +154,24 @@ static void submit(Lane *l, Op *op, int wake_thread) {
         l->has_thread = pthread_create(&l->thread, NULL, lane_thread, l) == 0;
         pthread_sigmask(SIG_SETMASK, &old, NULL);
     }
+    l->due = 0;
+    if (l->pending > 1) l->prompt = 0; /* nobody has come for the one before */
+    if (l->looks && l->prompt >= OFTEN) {
+        l->latest = now;
+        l->due = now + GRACE;
+        return;
+    }
     if (l == &l->engine->pump && l->running) ring_bell(l->engine, l->engine->rank);
-    pthread_cond_broadcast(&l->changed);
+    pthread_cond_signal(&l->wanted);
+}
+
+static void submit(Lane *l, Op *op, int64_t now) {
+    op->next = NULL;
+    l->pending++;
+    if (l->last) l->last->next = op;
+    else l->first = op;
+    l->last = op;
+    if (op->mode == 1) leave_to_thread(l, now);
 }
 
 static int await_op(Lane *l, Op *op, int64_t until) { /* the mutex is held before and after */
@@ -111,12 +179,12 @@ static int await_op(Lane *l, Op *op, int64_t until) { /* the mutex is held befor
         if (!l->running) drive(l, until, 1);
         else {
             if (l == &l->engine->pump) ring_bell(l->engine, l->engine->rank);
-            struct timespec t = {until / 1000000000, until % 1000000000};
-            pthread_cond_timedwait(&l->changed, &l->mutex, &t);
+            wait_until(l, &l->changed, until);
         }
-        if (!op->done && now_ns() >= until) return AGAIN;
+        if (!op->done && now_ns() >= until) break;
     }
-    return op->status;
+    hand_over(l);
+    return op->done ? op->status : AGAIN;
 }
 
 /* ---- the interface with shm.py ---- */
@@ -199,7 +267,8 @@ static int refusal(const Engine *e) { return forked(e) ? FORKED : CLOSED; }
 static Lane *lane_of(Engine *e, const Op *op) { return op->kind >= SEND ? &e->pump : &e->coll; }
 
 /* Starts an operation that is described in full.
- * mode 0: drive it here, for at most `patience_ns`; 1: leave it to the thread; 2: to whoever waits or pokes. */
+ * mode 0: drive it here, for at most `patience_ns`; 1: leave it to the thread; 2: to whoever waits or pokes.
+ * What became of an operation that was left to others is told by pl_wait, unless it is DONE already. */
 EXPORT int pl_start(Op *op) {
     int64_t now = now_ns();
     memset((uint8_t *)op + offsetof(Op, status), 0, sizeof *op - offsetof(Op, status));
@@ -211,8 +280,10 @@ EXPORT int pl_start(Op *op) {
     op->queued = 1;
     Lane *l = lane_of(e, op);
     pthread_mutex_lock(&l->mutex);
-    submit(l, op, op->mode == 1);
-    int status = op->mode == 0 ? await_op(l, op, now + op->patience_ns) : AGAIN;
+    submit(l, op, now);
+    int status = AGAIN;
+    if (op->mode == 0) status = await_op(l, op, now + op->patience_ns);
+    else if (worth_a_try(l, op) && await_op(l, op, now + TRY) == DONE) status = DONE;
     pthread_mutex_unlock(&l->mutex);
     go_out(e);
     return status;
@@ -222,8 +293,10 @@ EXPORT int pl_wait(Op *op, int64_t patience_ns) {
     Engine *e = op->engine;
     if (!come_in(e, CLOSING)) return op->done && !forked(e) ? op->status : refusal(e);
     Lane *l = lane_of(e, op);
+    int64_t now = now_ns();
     pthread_mutex_lock(&l->mutex);
-    int status = await_op(l, op, now_ns() + patience_ns);
+    note_habit(l, op, now);
+    int status = await_op(l, op, now + patience_ns);
     pthread_mutex_unlock(&l->mutex);
     go_out(e);
     return status;
@@ -249,6 +322,7 @@ EXPORT void pl_poke(Engine *e) { /* moves the oldest collective along, without w
             drive(l, 0, 0);
             if (l->first == op) break;
         }
+        hand_over(l);
         pthread_mutex_unlock(&l->mutex);
     }
     go_out(e);
@@ -281,9 +355,8 @@ static int end_what_is_left(Engine *e, Lane *l) { /* 1: there was something */
     if (found) say(e, ABORTED);
     while (has_work(l)) {
         int64_t until = now_ns() + 10000000;
-        struct timespec t = {until / 1000000000, until % 1000000000};
         if (!l->running) drive(l, until, 0);
-        else pthread_cond_timedwait(&l->changed, &l->mutex, &t);
+        else wait_until(l, &l->changed, until);
     }
     pthread_mutex_unlock(&l->mutex);
     return found;

@@ -42,7 +42,7 @@ from ..errors import (
     RendezvousError,
 )
 from . import clib, terms
-from .clib import RUN, describe
+from .clib import AGAIN, RUN, SUBMIT, SUBMIT_QUIETLY, describe
 from .heap import Heap
 from .rendezvous import NONCE_BYTES, Neighbours, Rendezvous
 from .terms import Wish
@@ -251,7 +251,7 @@ class _Resources:
         if at_once and under_way:
             self.calls.pl_abort(engine)
         for address in under_way:
-            while self.calls.pl_wait(address, PATIENCE_NS) == clib.AGAIN:
+            while self.calls.pl_wait(address, PATIENCE_NS) == AGAIN:
                 pass
 
     def free(self) -> None:
@@ -377,8 +377,10 @@ class Shm:
             self._spare.append(operation)
         return operation
 
-    def submit(
+    def start(
         self,
+        keep: object,
+        quietly: bool,
         kind: int,
         dtype: int,
         reduction: int,
@@ -389,36 +391,52 @@ class Shm:
         source: int,
         target: int,
         timeout: float,
-        operation: clib.Operation,
-        *,
-        quietly: bool = False,
-    ) -> None:
-        """Start one operation; the engine's thread sees to it.
+        operation: clib.Operation | None = None,
+    ) -> clib.Operation | None:
+        """Start one operation; the engine's thread sees to it. None when it is done already.
 
         ``quietly``: the thread is left alone, and whoever waits or pokes moves it along.
 
         The memory behind the pointers stays with the engine until :meth:`wait` has returned or
-        raised; put what must live that long into ``operation.keep``.
+        raised; ``keep`` is what must live that long.
         """
-        mode = clib.SUBMIT_QUIETLY if quietly else clib.SUBMIT
-        what = (self._alive(kind), kind, dtype, reduction, itemsize, root, mode, tag)
-        describe(operation, 0, *what, int(timeout * 1e9), 0, count, source, target)
-        address = addressof(operation)
-        with self._lock:
+        engine = self._resources.engine or self._alive(kind)
+        spare = operation is None
+        if operation is None:
+            try:
+                operation = self._spare.pop()
+            except IndexError:  # another thread may have taken the last one
+                operation = clib.Operation()
+        operation.keep = keep if spare else (keep, operation.keep)
+        # fmt: off
+        describe(
+            operation, 0,
+            engine, kind, dtype, reduction, itemsize, root,
+            SUBMIT_QUIETLY if quietly else SUBMIT,
+            tag, int(timeout * 1e9), 0, count, source, target,
+        )
+        # fmt: on
+        address, under_way = addressof(operation), self._resources.operations
+        if len(under_way) >= 64:
             self._forget_finished()
-            self._resources.operations[address] = operation
-        if (status := self._start(address)) != clib.AGAIN:  # it came too late
-            with self._lock:
-                self._resources.operations.pop(address, None)
+        under_way[address] = operation
+        status = self._start(address)
+        if status == AGAIN:
+            return operation
+        under_way.pop(address, None)
+        operation.keep = None
+        if status:  # it came too late
             raise self._error(operation, status)
+        if spare:
+            self._spare.append(operation)
+        return None
 
     def _forget_finished(self) -> None:
-        """Let go of operations that nobody waited for (the lock is held)."""
-        if len(self._resources.operations) < 64:
-            return
-        for address in list(self._resources.operations):
-            if self._calls.pl_test(address):
-                del self._resources.operations[address]
+        """Let go of operations that nobody waited for."""
+        with self._lock:
+            for address in list(self._resources.operations):
+                if self._calls.pl_test(address):
+                    self._resources.operations.pop(address, None)
 
     def wait(self, operation: clib.Operation, seconds: float | None = None) -> bool:
         """Block until a submitted operation is done; raises what went wrong with it.
@@ -426,17 +444,17 @@ class Shm:
         With ``seconds``, False when it is not done by then; it goes on.
         """
         left = None if seconds is None else int(seconds * 1e9)
+        address = addressof(operation)
         while True:
             patience = PATIENCE_NS if left is None else min(PATIENCE_NS, left)
-            status = self._wait(addressof(operation), patience)
-            if status != clib.AGAIN:
+            status = self._wait(address, patience)
+            if status != AGAIN:
                 break
             if left is not None:
                 left -= patience
                 if left <= 0:
                     return False
-        with self._lock:
-            self._resources.operations.pop(addressof(operation), None)
+        self._resources.operations.pop(address, None)
         if status:
             raise self._error(operation, status)
         return True
@@ -455,7 +473,7 @@ class Shm:
 
     def _finish(self, operation: clib.Operation, status: int) -> None:
         """Stay with an operation that was started here until it ends."""
-        while status == clib.AGAIN:
+        while status == AGAIN:
             status = self._wait(addressof(operation), PATIENCE_NS)
         if status:
             raise self._error(operation, status)
@@ -465,7 +483,7 @@ class Shm:
         address = addressof(operation)
         if not self._calls.pl_test(address):
             self._calls.pl_abort(operation.engine)
-            while self._wait(address, PATIENCE_NS) == clib.AGAIN:
+            while self._wait(address, PATIENCE_NS) == AGAIN:
                 pass
 
     def _alive(self, kind: int) -> int:

@@ -101,7 +101,7 @@ typedef struct Op {
     uint64_t bytes_a, bytes_b;
     /* the engine's own */
     struct Op *next;
-    uint32_t started, entered, path, tick, ticks, exit_wait, awaited, queued, done, spare;
+    uint32_t started, entered, path, tick, ticks, exit_wait, awaited, queued, done, waited;
     uint64_t piece, windows, moved;
 } Op;
 
@@ -111,9 +111,16 @@ struct Engine;
 
 typedef struct Lane {
     pthread_mutex_t mutex;
-    pthread_cond_t changed;
+    pthread_cond_t changed; /* for callers: something ended, or nobody drives any more */
+    pthread_cond_t wanted;  /* for the thread alone: there is something for it */
     int running, closing, has_thread;
-    int pending; /* operations that were submitted and are not done */
+    int pending;    /* operations that were submitted and are not done */
+    int for_thread; /* those among them that nobody needs to wait for */
+    int prompt;     /* how many of these in a row a caller came for at once; see shm.c */
+    int looks;      /* the thread looks by itself every now and then; it need not be woken */
+    int tries;      /* how often a caller drove what it only meant to start */
+    int64_t due;    /* when the thread takes up what was left to a caller; 0: it leaves nothing to them */
+    int64_t latest; /* when that was last */
     pthread_t thread;
     Op *first, *last; /* submitted and not done */
     struct Engine *engine;
@@ -312,6 +319,7 @@ static void finish(Lane *l, Op *op, int status) {
     op->status = status;
     op->done = 1;
     l->pending--;
+    l->for_thread -= op->mode == 1;
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->mutex);
 }

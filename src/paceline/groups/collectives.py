@@ -54,6 +54,7 @@ _OPTIONS = frozenset(
     }
 )
 _LISTS = (list, tuple)
+_NO_TIME = timedelta(0)
 FORKED = "forked"  # why a group is closed in a child of the process that opened it
 
 
@@ -97,8 +98,15 @@ class Collectives(ProcessGroup):
         opts: Any = None,
     ) -> TorchWork:
         """Reduce ``tensor`` over all ranks, in place on each."""
-        if opts is not None or type(op) in _OPTIONS:
-            op, timeout, async_op = _read(opts or op, timeout, async_op)
+        if opts is not None:
+            op = opts
+        if type(op) is c10d.AllreduceOptions:  # as _read has it; most calls of torch's are these
+            async_op = op.asyncOp if async_op is None else async_op
+            if (given := op.timeout) > _NO_TIME:
+                timeout = given
+            op = op.reduceOp
+        elif type(op) in _OPTIONS:
+            op, timeout, async_op = _read(op, timeout, async_op)
         tensors, async_op = _listed(tensor, async_op)
         if len(tensors) != 1:
             return self._do_all(_in_place(tensors), timeout, async_op, op)
@@ -485,7 +493,8 @@ class Collectives(ProcessGroup):
             scale(call, call.factor, self._rank)
         entry = None if self.board is None else self.board.begin(call, nbytes)
         if async_op:
-            return self._collected(self._start(call, entry))
+            work = self._start(call, entry)
+            return work if self._coalescing is None else self._collected(work)
         self._run(call, entry)
         if kind == "recv":
             return Finished(call.outputs, call.root)
@@ -512,12 +521,19 @@ class Collectives(ProcessGroup):
             if entry is not None:
                 events.failed(entry, error)
             raise
-        if entry is not None:
-            tensors = call.inputs or call.outputs
-            entry.follow(work, on_device=bool(tensors) and not tensors[0].is_cpu)
-            if isinstance(work, Work):
-                work.entry = entry
+        if entry is None:
+            return work
+        if type(work) is Finished:
+            entry.finished = now()
+        else:
+            self._follow(call, work, entry)
         return work
+
+    def _follow(self, call: Call, work: TorchWork, entry: events.Entry) -> None:
+        tensors = call.inputs or call.outputs
+        entry.follow(work, on_device=bool(tensors) and not tensors[0].is_cpu)
+        if isinstance(work, Work):
+            work.entry = entry
 
     def _agree_on(self, call: Call) -> None:
         if call.kind not in ("send", "recv"):
@@ -650,11 +666,9 @@ def _read(options: Any, timeout: Any, async_op: bool | None) -> tuple[Any, Any, 
     """(reduction, timeout, async_op) of one of torch's options objects."""
     asynchronous = options.asyncOp if async_op is None else async_op
     given = options.timeout
-    return (
-        getattr(options, "reduceOp", None),
-        timeout if given.total_seconds() <= 0 else given,
-        asynchronous,
-    )
+    if given > _NO_TIME:
+        timeout = given
+    return getattr(options, "reduceOp", None), timeout, asynchronous
 
 
 def _listed(tensor: Any, async_op: bool | None) -> tuple[Sequence[Tensor], bool]:

@@ -52,13 +52,16 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 # By the number of torch's RedOpType.
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 TORCH_OPS = {name: getattr(ReduceOp, name.upper()) for name in REDUCTIONS}
+_SUM = ReduceOp.SUM
 _BY_IDENTITY = {id(op): name for name, op in TORCH_OPS.items()}  # hashing the op itself is slow
 
 
 def reduction_of(op: ReduceOp | ReduceOp.RedOpType) -> str:
     """torch's reduction by our name."""
     name = _BY_IDENTITY.get(id(op))
-    return name if name is not None else op.op.name.lower()  # type: ignore[union-attr]
+    if name is not None:
+        return name
+    return "sum" if op == _SUM else REDUCTIONS[int(op.op)]  # type: ignore[union-attr]
 
 
 def factor_of(op: ReduceOp) -> float | Tensor:

@@ -57,15 +57,16 @@ def wait_for(work: TorchWork, seconds: float | None) -> bool:
 class Work(TorchWork):
     """A collective that was started. Subclasses say how one waits for it."""
 
+    # Of the class, since most works never get others: making a work must cost next to nothing.
     entry: events.Entry | None = None  # in the recorder
+    _finishers: Sequence[Finisher] = ()
+    _once: threading.Lock | None = None  # for whoever runs the finishers, if there are any
+    _ended = False
+    _error: BaseException | None = None
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        TorchWork.__init__(self)
         self._outputs = outputs
-        self._finishers: list[Finisher] = []
-        self._lock = threading.Lock()
-        self._ended = False
-        self._error: BaseException | None = None
 
     def _block(self, seconds: float | None) -> bool:
         """Wait for the engine; False when it took longer. Raises what went wrong."""
@@ -84,7 +85,9 @@ class Work(TorchWork):
 
         Of several, the last one comes first.
         """
-        self._finishers.insert(0, finisher)
+        if self._once is None:
+            self._once = threading.Lock()
+        self._finishers = (finisher, *self._finishers)
 
     def then_do(self, action: Callable[[], object]) -> Self:
         """Call ``action`` when the end is seen, if all went well."""
@@ -94,7 +97,7 @@ class Work(TorchWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until done. After ``timeout`` it raises, as torch's does, and the work goes on."""
         if not self._ended:
-            seconds = seconds_of(timeout)
+            seconds = None if timeout is None else seconds_of(timeout)
             try:
                 over = self._block(seconds)
             except BaseException as error:
@@ -110,19 +113,26 @@ class Work(TorchWork):
         return True
 
     def _end(self, error: BaseException | None) -> None:
-        with self._lock:
+        if self._once is None:  # then it is no matter who comes first
+            self._note_end(error)
+            self._ended = True
+            return
+        with self._once:
             if self._ended:
                 return
-            if self.entry is not None and not self.entry.finished:
-                self.entry.finished = now()
-            self._error = error
+            self._note_end(error)
             try:
                 for finisher in self._finishers:
                     finisher(error)
             except BaseException as raised:
                 self._error = self._error or raised
-            self._finishers.clear()
+            self._finishers = ()
             self._ended = True
+
+    def _note_end(self, error: BaseException | None) -> None:
+        if self.entry is not None and not self.entry.finished:
+            self.entry.finished = now()
+        self._error = error
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return at once; then results are where they belong, too."""
@@ -171,10 +181,14 @@ class Work(TorchWork):
 class Finished(Work):
     """What was done before it was asked for; a message that is here says where it came from."""
 
+    _ended = True
+    _source = -1
+
     def __init__(self, outputs: Sequence[Tensor] = (), source: int = -1) -> None:
-        super().__init__(outputs)
-        self._ended = True
-        self._source = source
+        TorchWork.__init__(self)
+        self._outputs = outputs
+        if source >= 0:
+            self._source = source
 
     def source_rank(self) -> int:
         return self._source

@@ -276,12 +276,12 @@ def test_messages_are_matched_by_tag_and_large_ones_cross() -> None:
 def progress_by_poking(meeting: Meeting) -> None:
     group = meeting.new_group("shm")
     operation = group._engine.shm  # the engine's quiet mode: nobody moves it but who passes by
-    from paceline._transport import DTYPE_CODES, KIND_CODES, Operation
+    from paceline._transport import DTYPE_CODES, KIND_CODES
 
     tensor = torch.full((400_000,), float(meeting.rank + 1))
-    quiet = Operation()
-    quiet.keep = tensor
-    operation.submit(
+    quiet = operation.start(
+        tensor,
+        True,
         KIND_CODES["all_reduce"],
         DTYPE_CODES[torch.float32],
         0,
@@ -292,9 +292,8 @@ def progress_by_poking(meeting: Meeting) -> None:
         tensor.data_ptr(),
         tensor.data_ptr(),
         30.0,
-        quiet,
-        quietly=True,
     )
+    assert quiet is not None
     deadline = time.monotonic() + 30
     while not operation.done(quiet) and time.monotonic() < deadline:
         group.progress()

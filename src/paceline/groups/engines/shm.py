@@ -23,7 +23,7 @@ from ..._transport import (
     pointer_table,
 )
 from ..engine import Call, Capabilities
-from ..work import Watcher, Work
+from ..work import Finished, Watcher, Work
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class ShmEngine:
         if call.kind == "recv":
             call.root = operation.source
 
-    def start(self, call: Call) -> ShmWork:
+    def start(self, call: Call) -> Work:
         arguments = self._DESCRIBE[call.kind](self, call)
-        operation = arguments[-1] or Operation()
-        operation.keep = (call.inputs, call.outputs, operation.keep)
-        self.shm.submit(*arguments[:-1], operation, quietly=call.quiet)
+        operation = self.shm.start(call, call.quiet, *arguments)
+        if operation is None:
+            return Finished(call.outputs or call.inputs)
         return ShmWork(self, operation, call.outputs or call.inputs)
 
     def _reduction(self, call: Call) -> _Arguments:
