@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.ddp.averaging import Averaging
+from paceline.ddp.averaging import AveragingSwitch
 from paceline.errors import ModuleArgumentError
 
 
 def test_a_forward_inside_no_sync_speaks_for_its_backward_pass_outside() -> None:
-    averaging = Averaging()
+    averaging = AveragingSwitch()
     with averaging.no_sync():
         averaging.note_forward()
         assert not averaging.now()
@@ -19,7 +19,7 @@ def test_a_forward_inside_no_sync_speaks_for_its_backward_pass_outside() -> None
 
 
 def test_nested_no_sync_and_errors_leave_it_as_it_was() -> None:
-    averaging = Averaging()
+    averaging = AveragingSwitch()
     with pytest.raises(KeyError), averaging.no_sync():
         with averaging.no_sync():
             pass
@@ -29,7 +29,7 @@ def test_nested_no_sync_and_errors_leave_it_as_it_was() -> None:
 
 
 def test_every_last_micro_step_is_averaged_and_one_that_fails_is_not_counted() -> None:
-    averaging = Averaging()
+    averaging = AveragingSwitch()
     seen = []
     for step in range(6):
         first = averaging.is_first_of(3)
@@ -42,5 +42,5 @@ def test_every_last_micro_step_is_averaged_and_one_that_fails_is_not_counted() -
 
 
 def test_less_than_one_micro_step_is_refused() -> None:
-    with pytest.raises(ModuleArgumentError, match="at least one"), Averaging().accumulate(0):
+    with pytest.raises(ModuleArgumentError, match="at least one"), AveragingSwitch().accumulate(0):
         pass

@@ -74,7 +74,7 @@ from .row_layout import (
 )
 from .subgroups import part_of
 from .weighted_mean import (
-    Exchange,
+    BufferExchange,
     Largest,
     Standing,
     WeightedMean,
@@ -86,12 +86,12 @@ from .wire import (
 
 __all__ = [
     "Bf16",
+    "BufferExchange",
     "Chain",
     "Codec",
     "CodedMean",
     "Encoded",
     "Encodes",
-    "Exchange",
     "FlatBuffer",
     "Fp8",
     "Fp16",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch import foreach
 from ..policies import MIB
 from .flat import local_part
-from .weighted_mean import HEAD, NOBODY, Arrived, Exchange, Pending, Standing, buffer_for
+from .weighted_mean import HEAD, NOBODY, Arrived, BufferExchange, Pending, Standing, buffer_for
 
 CAP_BYTES = 25 * MIB  # of one buffer, unless a single tensor is larger
 
@@ -70,7 +70,7 @@ def cut_evenly(sizes: Sequence[int], parts: int) -> list[range]:
 class FlatBuffer:
     """Tensors of one kind and device, and what is exchanged of them: here, their values."""
 
-    def __init__(self, tensors: Sequence[Tensor], exchange: Exchange) -> None:
+    def __init__(self, tensors: Sequence[Tensor], exchange: BufferExchange) -> None:
         self.tensors = tuple(tensors)
         self.exchange = exchange
         held = self.held()

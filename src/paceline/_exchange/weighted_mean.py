@@ -52,7 +52,7 @@ class Pending(Protocol):
         """
 
 
-class Exchange(Protocol):
+class BufferExchange(Protocol):
     """How one buffer is averaged over a group, again and again."""
 
     group: Group

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..errors import ModuleArgumentError
 
 
-class Averaging:
+class AveragingSwitch:
     """The switch of one wrapper that ``no_sync`` and ``accumulate`` turn off and on."""
 
     def __init__(self) -> None:

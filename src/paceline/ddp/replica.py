@@ -34,7 +34,7 @@ from ..groups import Group
 from ..policies import Reduction
 from ..recorder import events
 from . import pending
-from .averaging import Averaging
+from .averaging import AveragingSwitch
 from .buffers import Buffers
 from .logging_data import Times
 from .models import arguments, broadcast, describe, verify
@@ -91,7 +91,7 @@ class Replica:
         self.group = group
         self.trained = Trained(module, ignored)
         self.buffers = Buffers(module, ignored, in_forward=forward_buffers)
-        self.averaging = Averaging()
+        self.averaging = AveragingSwitch()
         self.chunk_bytes = chunk_bytes
         self.companions = tuple(companions)  # whose passes end with those of the reducer
         self.told_of: BaseException | None = None  # a failure that the other ranks know of

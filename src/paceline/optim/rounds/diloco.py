@@ -26,9 +26,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
 
 from ..._exchange import (
+    BufferExchange,
     CodedMean,
     Encodes,
-    Exchange,
     FlatBuffer,
     WeightedMean,
     as_codec,
@@ -53,7 +53,7 @@ NESTEROV: Outer = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 class OuterBuffer(FlatBuffer):
     """Parameters and their outer ones; what is exchanged is the difference."""
 
-    def __init__(self, tensors: Sequence[Tensor], exchange: Exchange) -> None:
+    def __init__(self, tensors: Sequence[Tensor], exchange: BufferExchange) -> None:
         super().__init__(tensors, exchange)
         self.outer = [nn.Parameter(v.clone(), requires_grad=True) for v in self.views]
 
@@ -124,7 +124,7 @@ class DiLoCo(Rounds):
         group = Group.wrap(chosen, local_values(params[0]).device)
         cap = cap_bytes(bucket_cap_mb)
 
-        def exchange() -> Exchange:
+        def exchange() -> BufferExchange:
             if codec is None:
                 return WeightedMean(group)
             return CodedMean(
@@ -185,7 +185,7 @@ def _outer(fragment: Fragment) -> list[OuterBuffer]:
 
 
 def _outer_pieces(
-    params: Sequence[Tensor], exchange: Callable[[], Exchange], cap: int
+    params: Sequence[Tensor], exchange: Callable[[], BufferExchange], cap: int
 ) -> list[OuterBuffer]:
     return [OuterBuffer(part, exchange()) for part in group_for_buffers(params, cap)]
 
