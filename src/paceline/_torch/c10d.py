@@ -98,6 +98,14 @@ def leave(group: ProcessGroup) -> None:
     _c._unregister_process_group(name)
 
 
+def leave_recording_to(backend: str) -> None:
+    """Keep torch's flight recorder off groups of ``backend``, an entry under a name of ours.
+
+    2.15 attaches it to every group, and cannot where C++ finds no engine of torch's in the group.
+    """
+    getattr(_python, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+
+
 def members_of(group: ProcessGroup) -> list[int] | None:
     """Ranks of ``group`` as the whole job counts them, None when torch does not know it.
 

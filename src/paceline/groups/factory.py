@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
-from .._torch.c10d import current_group, default_group, set_current_group
+from .._torch.c10d import current_group, default_group, leave_recording_to, set_current_group
 from ..errors import RendezvousError, UnsupportedError
 from .backends import factory_of
 from .engines import offers as offers  # registers what we have
@@ -136,6 +136,7 @@ def process_group(pg: ProcessGroup) -> Generator[None, None, None]:
 
 def open_for_torch(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     """What ``torch.distributed.init_process_group("paceline")`` calls."""
+    leave_recording_to("paceline")
     group = factory_of("paceline")(store, rank, size, timeout, torch.device("cpu"))
     assert isinstance(group, Group)
     return group
