@@ -87,7 +87,7 @@ class Operation(ctypes.Structure):
         ("call_b", CallRecord),
         ("bytes_a", c_uint64),
         ("bytes_b", c_uint64),
-        ("engine_state", ctypes.c_byte * 72),
+        ("engine_state", ctypes.c_byte * 80),
     )
     keep: object = None  # the memory the engine uses until the operation is done
 

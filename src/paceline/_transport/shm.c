@@ -63,11 +63,11 @@ static void drive(Lane *l, int64_t until, int spin) { /* the mutex is held befor
 static int has_work(Lane *l) { return l->pending > 0; } /* the mutex is held */
 
 #define OFTEN 3             /* so many in a row make a habit */
-#define AT_ONCE 300000      /* ns between submitting and waiting */
+#define AT_ONCE 300000      /* ns between starting and waiting */
 #define GRACE 300000        /* ns that a caller has to come */
 #define LOOK 500000         /* ns between two looks of a thread that is not woken */
 #define HABIT_ENDS 20000000 /* ns without anything to look at */
-#define TRY 100000          /* ns for which a start may drive */
+#define TRY 200000          /* ns for which a start may drive */
 #define TRIED ((uint64_t)1 << 20) /* bytes: larger ones would take longer than that */
 #define SEE 32              /* one in so many is not tried */
 
@@ -113,8 +113,7 @@ static void hand_over(Lane *l) { /* whoever drove goes away; the mutex is held *
 static void note_habit(Lane *l, Op *op, int64_t now) { /* somebody waits for `op`; the mutex is held */
     if (op->mode != 1 || op->waited || l != &l->engine->coll) return;
     op->waited = 1;
-    int64_t submitted = op->timeout_ns < 0 ? 0 : op->deadline - op->timeout_ns;
-    if (now - submitted >= AT_ONCE) l->prompt = 0;
+    if (now - op->left >= AT_ONCE) l->prompt = 0;
     else if (l->prompt < OFTEN && ++l->prompt == OFTEN) {
         l->latest = now;
         pthread_cond_signal(&l->wanted); /* it begins to look by itself */
@@ -280,10 +279,15 @@ EXPORT int pl_start(Op *op) {
     op->queued = 1;
     Lane *l = lane_of(e, op);
     pthread_mutex_lock(&l->mutex);
+    op->left = now;
     submit(l, op, now);
     int status = AGAIN;
     if (op->mode == 0) status = await_op(l, op, now + op->patience_ns);
-    else if (worth_a_try(l, op) && await_op(l, op, now + TRY) == DONE) status = DONE;
+    else if (worth_a_try(l, op)) {
+        if (await_op(l, op, now + TRY) == DONE) status = DONE;
+        op->left = now_ns();
+        if (l->due) l->due = op->left + GRACE; /* 0: another caller has called the thread meanwhile */
+    }
     pthread_mutex_unlock(&l->mutex);
     go_out(e);
     return status;

@@ -103,6 +103,7 @@ typedef struct Op {
     struct Op *next;
     uint32_t started, entered, path, tick, ticks, exit_wait, awaited, queued, done, waited;
     uint64_t piece, windows, moved;
+    int64_t left; /* when its caller came back from starting it */
 } Op;
 
 enum { P_INLINE, P_TWO_PHASE, P_DIRECT, P_EXCHANGE };
