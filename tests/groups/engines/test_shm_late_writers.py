@@ -91,9 +91,15 @@ def test_a_stopped_rank_that_goes_on_leaves_the_tensors_of_the_others_alone() ->
 def train_with_a_stopped_rank(meeting: Meeting) -> bool:
     group, store = meeting.new_group("shm"), meeting.store()
     model = DistributedDataParallel(torch.nn.Linear(300, 300), process_group=group)
+    given = torch.full((2, 300), float(meeting.rank))
+    for _ in range(2):  # then the plan stays
+        model.zero_grad()
+        model(given).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 2  # stretches of the bucket that the next pass reduces
     if meeting.rank == STOPPED:
         store.set("pid", str(os.getpid()))
-    loss = model(torch.full((2, 300), float(meeting.rank))).sum()
+    loss = model(given).sum()
     group.barrier()
     if meeting.rank == STOPPED:
         with suppress(GroupError):  # the next bucket's is not completed by anybody
@@ -111,9 +117,7 @@ def train_with_a_stopped_rank(meeting: Meeting) -> bool:
     if meeting.rank == 0:
         watching.join()
     group.reconfigure([0, 2])
-    unharmed = let_it_go_on(
-        meeting, lambda: [p.grad for p in model.parameters() if p.grad is not None]
-    )
+    unharmed = let_it_go_on(meeting, lambda: gradients)
     group.shutdown()
     return unharmed
 
