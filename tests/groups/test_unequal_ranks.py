@@ -313,17 +313,18 @@ def test_auto_takes_gloo_on_all_ranks_when_one_cannot_share_memory(what: str) ->
     assert spawn_ranks(2, run_out, what, "auto") == ["gloo", "gloo"]
 
 
-def have_nothing_left(meeting: Meeting) -> tuple[int, str]:
+def have_nothing_left(meeting: Meeting, backend: str) -> tuple[int, str]:
     store = meeting.store()
     if meeting.rank == 1:
         leave_descriptors(3)
     with pytest.raises(RankUnableError) as caught:
-        new_group("auto", store=store, rank=meeting.rank, world_size=meeting.size, timeout=TEN)
+        new_group(backend, store=store, rank=meeting.rank, world_size=meeting.size, timeout=TEN)
     return caught.value.culprit, caught.value.backend
 
 
-def test_a_rank_without_descriptors_even_for_gloo_is_named_by_all() -> None:
-    assert spawn_ranks(2, have_nothing_left) == [(1, "gloo")] * 2
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_rank_without_descriptors_even_for_gloo_is_named_by_all(backend: str) -> None:
+    assert spawn_ranks(2, have_nothing_left, backend) == [(1, "gloo")] * 2
 
 
 def allocate_too_much(meeting: Meeting) -> float:

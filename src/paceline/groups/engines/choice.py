@@ -55,6 +55,20 @@ def fall_back(
     store: Store, rank: int, size: int, timeout: timedelta, error: RankUnableError
 ) -> None:
     """Say why it will be gloo; an error on every rank if one is not able to do that either."""
+    require_descriptors(PrefixStore("fall back", store), rank, size, timeout)
+    log.warning(
+        "rank %d: auto takes gloo, which is slower, since rank %d cannot share memory: %s",
+        rank,
+        error.culprit,
+        error.reason,
+    )
+
+
+def require_descriptors(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """An error on every rank if one has too few descriptors for gloo.
+
+    There the others would wait for it until the timeout, and hear nothing of the reason.
+    """
     needed = size + 8  # connections to all others, and what gloo has for itself
 
     def check() -> None:
@@ -62,10 +76,4 @@ def fall_back(
             reason = f"it has {left} file descriptors left (ulimit -n) and gloo needs {needed}"
             raise RankUnableError("gloo", reason, rank, culprit=rank)
 
-    on_all(PrefixStore("fall back", store), rank, size, Clock(timeout), check, "gloo")
-    log.warning(
-        "rank %d: auto takes gloo, which is slower, since rank %d cannot share memory: %s",
-        rank,
-        error.culprit,
-        error.reason,
-    )
+    on_all(store, rank, size, Clock(timeout), check, "gloo")

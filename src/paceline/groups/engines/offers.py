@@ -14,7 +14,7 @@ from ..backends import Availability, EngineBackend, Opener, register_backend
 from ..engine import Engine
 from . import nccl
 from .by_device import DeviceEngine
-from .choice import choose_backend, fall_back
+from .choice import choose_backend, fall_back, require_descriptors
 from .fake import FakeEngine
 from .gloo.engine import GlooEngine, open_gloo
 from .hybrid.engine import HybridEngine
@@ -31,6 +31,8 @@ def _only_cpu(backend: str, device: torch.device) -> None:
 def _open_gloo(
     store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
 ) -> Engine:
+    if not options:  # which are refused
+        require_descriptors(PrefixStore("descriptors", store), rank, size, timeout)
     return GlooEngine(open_gloo(store, rank, size, timeout, device, **options), device)
 
 
