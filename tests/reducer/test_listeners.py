@@ -62,6 +62,19 @@ def test_every_parameter_is_listened_to_until_the_order_is_known() -> None:
     alone(check)
 
 
+def test_large_gradients_are_taken_as_they_come_in_the_first_pass_too() -> None:
+    def check(group: Group) -> None:
+        params = [nn.Parameter(torch.ones(300, 300)) for _ in range(3)]
+        reducer, held = reducer_of(group, params), []
+        loss = forward(reducer, params)
+        params[0].register_hook(lambda _grad: held.append([p.grad is None for p in params]))
+        loss.backward()  # from the last parameter to the first
+        assert held == [[True, True, True]]
+        assert hooks(params)[1] == (1, 1)
+
+    alone(check)
+
+
 def test_after_it_only_a_few_are_and_others_have_no_trace_of_a_hook() -> None:
     def check(group: Group) -> None:
         params = parameters()

@@ -35,6 +35,8 @@ class Layout:
         self.first_caps, _ = policy.caps.compute_bucket_size_limits(static, policy.find_unused)
         self.plan: Assignment = first_plan(self.specs, self.first_caps)
         self._laid_out: Assignment = ()  # the plan of the buckets
+        self._placed: Assignment = ()  # the plan of the places
+        self._place: dict[int, tuple[int, int]] = {}
         self.first_plan = self.plan
 
     def _spec(self, number: int) -> Spec:
@@ -56,7 +58,10 @@ class Layout:
     @property
     def place(self) -> dict[int, tuple[int, int]]:
         """Where each parameter is planned to lie: bucket and slot."""
-        return {n: (b, s) for b, row in enumerate(self.plan) for s, n in enumerate(row)}
+        if self._placed is not self.plan:
+            self._placed = self.plan
+            self._place = {n: (b, s) for b, row in enumerate(self.plan) for s, n in enumerate(row)}
+        return self._place
 
     @property
     def narrow(self) -> bool:

@@ -91,6 +91,7 @@ class Listeners:
         self.learning = self.noting = self._placed = True
         if self._wanted:
             self._announce(range(len(self._reducer.params)))
+            self._take_large()
 
     def act_on_few(self, arrival: Sequence[int], *, watched: bool) -> None:
         """From now on only what completes buckets, and large gradients, set something in motion.
@@ -141,6 +142,22 @@ class Listeners:
             handle.remove()
         self._acting = {}
         self._take_off(list(self._announcing))
+
+    def _take_large(self) -> None:
+        """Have large gradients taken as they come: not even the first pass holds them twice."""
+        for number, param in enumerate(self._reducer.params):
+            if self._reducer.layout.is_large(number):
+                self._acting[number] = listen(param, self._taker(number))
+
+    def _taker(self, number: int) -> Listener:
+        reference = weakref.ref(self._reducer)
+
+        def came(_param: Tensor) -> None:
+            reducer = reference()
+            if reducer is not None and reducer.runner.fills():
+                reducer.runner.take_at_once(number)
+
+        return came
 
     def _take_off(self, numbers: Sequence[int]) -> None:
         for number in numbers:

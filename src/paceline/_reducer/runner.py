@@ -224,6 +224,15 @@ class Runner:
         ledger.unit = 1.0
         ledger.choose_unit(float(most))
 
+    def take_at_once(self, number: int) -> None:
+        """Give the memory of a gradient back; if it comes again in this pass, it comes late."""
+        place = self._of.layout.place.get(number)
+        if place is not None:
+            bucket, slot = self._of.layout.buckets[place[0]], place[1]
+            if bucket.phase is Phase.FILLING and slot not in bucket.taken:
+                with torch.no_grad():
+                    self.take(bucket, [slot])
+
     def act(self, index: int, slot: int | None, *, completes: bool) -> None:
         """Take a large gradient, if ``slot`` says so, and send off what is complete now."""
         bucket = self._of.layout.buckets[index]
