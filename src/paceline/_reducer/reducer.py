@@ -3,7 +3,7 @@
 **A pass** (``passes.py``) is a backward pass that a forward through the wrapper came before
 (``expected.py``). It is noticed at an output of the model; then gradients are taken into buckets
 (``bucket.py``), and full buckets are sent off in the order of their index, the same on all ranks
-(``runner.py``). The last bucket always waits for the end of the pass (``exchange.py``). So every
+(``runner.py``). The last bucket always waits for the end of the pass (``closing.py``). So every
 pass of every rank consists of the same collectives, whichever parameters its graph reached: no flag
 has to say so beforehand.
 
