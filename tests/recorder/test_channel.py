@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import math
 import os
 import resource
+import signal
 import socket
 import struct
 import threading
@@ -22,6 +24,7 @@ from paceline.recorder import channel
 from paceline.recorder import listener as listening
 from paceline.recorder.channel import Address, ask, tell
 from paceline.recorder.listener import Listener
+from paceline.testing import Meeting, spawn_ranks
 
 
 class Office:
@@ -223,6 +226,51 @@ def test_without_descriptors_it_rests_and_then_answers(
     assert ask(office.address, b"there?", patience=30.0) == b"answer to there?"
     assert all(b - a >= 0.1 for a, b in itertools.pairwise(tries)), "no busy loop"
     tell(office.address, b"letters come all the same")
+
+
+def fill_up() -> list[int]:
+    """Leave this process no descriptor at all."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    taken: list[int] = []
+    with pytest.raises(OSError, match="Too many open files"):
+        while True:
+            taken.append(os.dup(2))
+    return taken
+
+
+def ask_one_without_descriptors(meeting: Meeting) -> float:
+    store, call = meeting.store(), signal.SIGUSR1
+    if meeting.rank == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {call})
+        store.set("pid", str(os.getpid()))
+        address = msgspec.msgpack.decode(store.get("address"), type=Address)
+        signal.sigwait({call})  # a store needs a descriptor, too
+        assert ask(address, b"there?", patience=60.0) == b"answer to there?"
+        store.set("answered", "yes")
+        return 0.0
+    office, rests = Office(), set[float]()
+    store.set("address", msgspec.msgpack.encode(office.address))  # type: ignore[arg-type]
+    pid, before = int(store.get("pid")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = fill_up()
+    os.kill(pid, call)
+    busy, until = time.process_time(), time.monotonic() + 60
+    began = time.monotonic()
+    while len(rests) < 4 and time.monotonic() < until:  # it has tried so often
+        rests |= {office.listener._shut_until} - {0.0}
+        time.sleep(0.01)
+    share = (time.process_time() - busy) / (time.monotonic() - began)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for number in taken:
+        os.close(number)
+    store.get("answered")
+    office.listener.close()
+    return share if len(rests) == 4 else math.inf
+
+
+def test_a_process_out_of_descriptors_spends_little_on_callers_and_answers_later() -> None:
+    assert spawn_ranks(2, ask_one_without_descriptors)[0] < 0.5, "no busy loop"
 
 
 def test_after_the_end_nobody_listens(office: Office) -> None:
