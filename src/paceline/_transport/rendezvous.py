@@ -32,7 +32,7 @@ from .door import Door, Hello, hear_hello, process_of, say_hello, watch_of
 from .terms import Wish
 
 NONCE_BYTES = 32
-T = TypeVar("T", bound="Closing")
+T = TypeVar("T", bound="Closable")
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Card(msgspec.Struct, frozen=True):
 _CARDS = msgspec.msgpack.Decoder(Card)  # by the thread that imports; see agreement.py
 
 
-class Closing(Protocol):
+class Closable(Protocol):
     """What is closed when another rank fails."""
 
     def close(self) -> None: ...
