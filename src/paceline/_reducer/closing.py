@@ -1,4 +1,4 @@
-"""Closing: the end of a pass, from the last gradient of this rank to averages on all of them.
+"""PassClosing: the end of a pass, from the last gradient of this rank to averages on all of them.
 
 What is missing is filled with zeros, the header is written (``header.py``) and all is awaited. So
 every pass of every rank consists of the same collectives, whichever parameters its graph reached.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 
-class Closing:
+class PassClosing:
     """What one rank does at the end of one pass."""
 
     def __init__(self, reducer: Reducer, running: Pass, method: Method) -> None:

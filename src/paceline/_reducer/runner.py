@@ -15,7 +15,7 @@ from .._torch.autograd import call_after_backward, current_task
 from ..errors import PacelineError, PeerError, UnweighableError
 from ..groups import ReduceOp
 from .bucket import Bucket, Phase
-from .closing import Closing
+from .closing import PassClosing
 from .header import Header
 from .method import Method
 from .passes import Before, Pass, Role, State
@@ -344,7 +344,7 @@ class Runner:
         running = self.running
         running.move(State.EXCHANGING)
         try:
-            Closing(self._of, running, self.method).complete(tell_end=tell_end)
+            PassClosing(self._of, running, self.method).complete(tell_end=tell_end)
             running.move(State.ENDED)
         except BaseException as error:
             self._fail(running, error)
