@@ -152,7 +152,7 @@ def test_an_unmodified_script_runs_on_paceline(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60) for rank in ranks]
+        said = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -31,7 +31,7 @@ from typing_extensions import Self
 from .stage import Request, Result
 
 LIST = Path(__file__).with_name("tests.txt")
-START = 120.0  # seconds a stage may take to import torch and all tests
+START = 400.0  # seconds a stage may take to import torch and all tests
 SLACK = 15.0  # seconds it may take to end a test that is past its deadline
 
 
