@@ -81,9 +81,9 @@ def test_after_it_only_a_few_are_and_others_have_no_trace_of_a_hook() -> None:
         reducer = reducer_of(group, params)
         forward(reducer, params).backward()
         found = hooks(params)
-        assert sum(before for before, _ in found) == 8
+        assert sum(before for before, _ in found) == 4
         assert sum(behind for _, behind in found) == 0  # one bucket, which waits for the end
-        assert [p._backward_hooks is None for p in params].count(True) == MANY - 8
+        assert [p._backward_hooks is None for p in params].count(True) == MANY - 4
         assert found[reducer.listeners.learned[-1]] == (1, 0)
 
     alone(check)
@@ -161,10 +161,10 @@ def test_frozen_parameters_are_listened_to_and_stay_frozen() -> None:
     alone(check)
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 200])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 200])
 def test_those_listened_to_are_spread_over_the_order_with_both_its_ends(count: int) -> None:
     order = list(range(count))[::-1]
     chosen = spread(order)
-    assert len(chosen) == len(set(chosen)) == min(count, 8)
+    assert len(chosen) == len(set(chosen)) == min(count, 4)
     if order:
         assert (chosen[0], chosen[-1]) == (order[0], order[-1])

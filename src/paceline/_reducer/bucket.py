@@ -98,12 +98,26 @@ class Bucket:
 
         ``plain`` says that nothing was held before the pass and that gradients have no graph.
         """
+        if plain and self.take_whole(scale):
+            return
         self._require(Phase.FILLING)
         grads = [self.params[slot].grad for slot in slots]
         self.taken.update(slots)
-        whole = plain and len(slots) == len(self.params)
-        if not (whole and set(map(type, grads)) == _TENSOR and self._take_plain(grads, scale)):
-            self._take_each(slots, grads, scale)
+        self._take_each(slots, grads, scale)
+
+    def take_whole(self, scale: float) -> bool:
+        """Move all gradients in at once; False, and nothing is moved, unless all have come.
+
+        Of a pass before which nothing was held, and whose gradients have no graph.
+        """
+        self._require(Phase.FILLING)
+        if self.taken:
+            return False
+        grads = [param.grad for param in self.params]
+        if set(map(type, grads)) != _TENSOR or not self._take_plain(grads, scale):
+            return False
+        self.taken.update(range(len(grads)))
+        return True
 
     def _take_plain(self, grads: list[Any], scale: float) -> bool:
         """Copy the gradients of a whole bucket at once; False if that cannot be done."""
@@ -152,6 +166,8 @@ class Bucket:
     def missing(self) -> Sequence[int]:
         """Slots that were not taken yet."""
         slots = range(len(self.params))
+        if len(self.taken) == len(slots):
+            return ()
         return [slot for slot in slots if slot not in self.taken] if self.taken else slots
 
     def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
@@ -269,6 +285,9 @@ class SparseBucket(Bucket):
     def payload(self) -> Tensor:
         return self.buffer
 
+    def take_whole(self, scale: float) -> bool:
+        return False  # there is no memory to move it to
+
     def take(self, slots: Sequence[int], scale: float, *, plain: bool = False) -> None:
         self._require(Phase.FILLING)
         if not slots:
@@ -295,12 +314,6 @@ class SparseBucket(Bucket):
     def give_back(self, slot: int) -> None:
         self.params[0].grad = self.buffer
         self.buffer = _no_entries(self.params[0])
-
-    def strange(self) -> list[int]:
-        """Parameters whose ``.grad`` is no stretch of the buffer, though it should be."""
-        rows = zip(self.numbers, self.params, self.grads, strict=self.lends)
-        found = (n for n, p, own in rows if p.grad is not None and p.grad is not own)
-        return list(found) if self.lends else []
 
     def withhold(self, slot: int) -> None:
         self.buffer = _no_entries(self.params[0])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 Listener = Callable[[Tensor], None]
-_HEARD = 8  # parameters that tell of a pass though they set nothing in motion
+_HEARD = 4  # parameters that tell of a pass though they set nothing in motion
 
 
 def listen(param: nn.Parameter, listener: Listener) -> RemovableHandle:

@@ -252,7 +252,10 @@ class Runner:
             self._of.diary.looks(buckets)
 
     def _is_full(self, bucket: Bucket) -> bool:
+        """Whether all has come that will; if all has, and nothing is special, it is taken too."""
         running = self.running
+        if self._is_plain and bucket.take_whole(self._scale):
+            return True
         slots = bucket.missing()
         if running.plain:
             empty = [slot for slot in slots if bucket.params[slot].grad is None]
@@ -271,8 +274,17 @@ class Runner:
         if ledger.open and self.running.gives:
             for slot in slots:
                 ledger.fold(bucket.numbers[slot], bucket.params[slot])
-        plain = self.running.plain and not ledger.open
-        bucket.take(slots, self.method.scale / ledger.unit, plain=plain)
+        if slots:
+            bucket.take(slots, self._scale, plain=self._is_plain)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.running.plain and not self._of.ledger.open
+
+    @property
+    def _scale(self) -> float:
+        """What gradients are multiplied by on the way in."""
+        return self.method.scale / self._of.ledger.unit
 
     def take_rest(self, bucket: Bucket) -> None:
         """Move in whatever is not in yet, and note what this pass did not touch."""

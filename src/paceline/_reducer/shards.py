@@ -95,6 +95,12 @@ class ShardedBucket(Bucket):
         super(ShardedBucket, self).take(slots, scale, plain=plain)
         self.kept.clear()
 
+    def take_whole(self, scale: float) -> bool:
+        self.own.rescue(self.means)
+        whole = super(ShardedBucket, self).take_whole(scale)
+        self.kept.clear()
+        return whole
+
     def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
         self._require(Phase.FILLING)
         op = ReduceOp.AVG if average else ReduceOp.SUM
