@@ -46,7 +46,8 @@ class Ledger:
     def begin(self, params: Sequence[nn.Parameter]) -> None:
         """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
         if not self.total:
-            self.total, self._versions = float(self.plain), {}
+            self.total = float(self.plain)
+            self._versions = self._versions if self.plain else {}
         self.plain = 0
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
@@ -94,9 +95,17 @@ class Ledger:
         for number, param in enumerate(params):
             self.fold(number, param)
         self.total += self.weight
+        self._note_versions(params)
+        self._close()
+
+    def keep_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """A plain pass that is not averaged is over."""
+        self.plain += 1
+        self._note_versions(params)
+
+    def _note_versions(self, params: Sequence[nn.Parameter]) -> None:
         held = ((n, p.grad) for n, p in enumerate(params))
         self._versions = {n: (id(g), version_of(g)) for n, g in held if g is not None}
-        self._close()
 
     @property
     def counts(self) -> bool:
