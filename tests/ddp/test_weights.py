@@ -145,29 +145,7 @@ def test_a_rank_that_is_left_alone_has_weighted_passes_of_its_own() -> None:
 # Gradients of this rank alone.
 
 
-def test_gradients_of_this_rank_alone_are_refused_by_a_weighted_pass() -> None:
-    def one_rank(group: Group) -> str:
-        ddp = DDP(line(), process_group=group)
-        ddp(torch.ones(1, 1)).sum().backward()
-        ddp.zero_grad()
-        if group.rank() == 1:
-            ddp.module(torch.ones(1, 1)).sum().backward()
-        ddp.samples(1.0 + group.rank())
-        with pytest.raises(RuntimeError) as caught:
-            ddp(torch.ones(1, 1)).sum().backward()
-        ddp.zero_grad()
-        ddp.samples(1.0 + 2 * group.rank())
-        ddp(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
-        assert ddp.module.weight.grad.item() == 1.75  # (1 * 1 + 3 * 2) / 4
-        return type(caught.value).__name__ + str(caught.value)
-
-    first, second = run_ranks(2, one_rank)
-    assert first.startswith("PeerError")
-    assert "rank 1: weight held a gradient" in first
-    assert second.startswith("UnaveragedGradientError")
-
-
-def test_averages_of_earlier_passes_may_be_held_and_so_may_those_of_sync_grads() -> None:
+def test_gradients_of_this_rank_alone_are_averaged_by_sync_grads_before_a_weighted_pass() -> None:
     def one_rank(group: Group) -> float:
         ddp = DDP(line(), process_group=group)
         ddp(torch.ones(1, 1)).sum().backward()

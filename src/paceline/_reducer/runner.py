@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import call_after_backward, current_task
-from ..errors import PacelineError, PeerError, UnaveragedGradientError, UnweighableError
+from ..errors import PacelineError, PeerError, UnweighableError
 from ..groups import ReduceOp
 from .bucket import Bucket, Phase
 from .closing import PassClosing
@@ -134,28 +134,12 @@ class Runner:
             of.ledger.cancel(of.params)
         if not of.listeners:  # nothing was averaged until there were weights
             of.listeners.learn()
-        refusal = self._refuse_unaveraged() if of.ledger.weighs else None
         if of.ledger.weighs:
             of.ledger.begin(of.params)
         due = of.expected.wanted()
         waiting = Pass(answers=True, before=Before(of.params), watched=watched, due=due)
         waiting.plain = not waiting.before and not torch.is_grad_enabled()
-        if refusal is not None:
-            waiting.fail(refusal)
         return self._await_end(waiting)
-
-    def _refuse_unaveraged(self) -> UnaveragedGradientError | None:
-        """Gradients of this rank alone would be added to a weighted mean as if they were one."""
-        of, ledger = self._of, self._of.ledger
-        if ledger.plain or ledger.total:
-            return None  # passes of ours brought them, and they count
-        numbers = [number for bucket in of.layout.buckets for number in bucket.strange()]
-        if not numbers:
-            return None
-        error = UnaveragedGradientError(of.group.rank(), of.picture.named(numbers))
-        if not of.expected.wanted():
-            raise error  # no other rank waits for this pass
-        return error
 
     def _await_end(self, waiting: Pass) -> Pass:
         ending = _Ending(self, waiting)

@@ -41,7 +41,6 @@
     ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
     ├── ThawedParameterError       thawed inside a forward that began without it (RuntimeError)
     ├── UnweighableError           a weighted pass that cannot be told apart    (RuntimeError)
-    ├── UnaveragedGradientError    local gradients before a weighted pass       (RuntimeError)
     ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
     ├── NestedJoinError            a Join inside another on the same group      (RuntimeError)
@@ -102,7 +101,6 @@ from .ddp import (
     ReplicatedTwiceError,
     ShardingError,
     ThawedParameterError,
-    UnaveragedGradientError,
     UnfinishedReductionError,
     UnweighableError,
     WrapperMismatchError,
@@ -230,7 +228,6 @@ __all__ = [
     "ShardMismatchError",
     "ShardingError",
     "ThawedParameterError",
-    "UnaveragedGradientError",
     "UnexpectedOptionError",
     "UnfinishedReductionError",
     "UnknownBackendError",

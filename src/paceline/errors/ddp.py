@@ -189,23 +189,6 @@ class UnweighableError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
-class UnaveragedGradientError(PacelineError, RuntimeError):
-    """A weighted pass began while a rank held gradients that nobody had averaged."""
-
-    rank: int
-    names: Sequence[str]
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank}: {some_of(self.names)} held a gradient of this rank alone when a "
-            "weighted backward pass began: of a backward pass that did not go through the wrapper, "
-            "or set by your program. It has no weight, so it is in no mean. The gradients of this "
-            "pass were dropped on every rank. Call ddp.sync_grads() before the weighted pass, or "
-            "clear the gradients."
-        )
-
-
-@dataclass(eq=False)
 class ThawedParameterError(PacelineError, RuntimeError):
     """A parameter was thawed inside a forward that began without it."""
 

@@ -18,12 +18,12 @@ from tests.cli.launches import Launched, fork, paceline
 from tests.cli.run.test_ctrl_c import alive
 from tests.cli.run.test_machines import free_port
 
-# On SIGTERM it saves, and that takes as long as nobody writes to the named pipe.
+# On SIGTERM it saves, and that takes as long as nobody writes to the named pipe of its rank.
 SAVES = """
 import os, signal, sys
 def save(*_):
     print("saving", flush=True)
-    open(sys.argv[1]).read()
+    open(sys.argv[1] + os.environ["RANK"]).read()
     print("saved", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -77,16 +77,19 @@ def test_ranks_have_30_seconds_by_default_as_under_torchrun(capsys) -> None:
 def test_a_rank_that_saves_is_waited_for_and_the_launcher_ends_when_it_has(
     begin, tmp_path, fails
 ) -> None:
-    os.mkfifo(tmp_path / "gate")
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"gate{rank}")
     words = ["run", "--nproc", 2, "--grace", 600, tmp_path / "script.py", tmp_path / "gate"]
     launched = begin(*words, *(["fail"] if fails else []))
     line(launched, "up"), line(launched, "up")
     if not fails:
         launched.send_signal(signal.SIGTERM)
-    for _ in range(1 if fails else 2):
+    saving = range(1 if fails else 2)
+    for _ in saving:
         line(launched, "saving")
-    with open(tmp_path / "gate", "w"):  # both read to the end of this
-        pass
+    for rank in saving:
+        with open(tmp_path / f"gate{rank}", "w"):  # it waits for its rank, which reads to the end
+            pass
     if not fails:
         line(launched, "saved")
     line(launched, "saved")
@@ -95,7 +98,7 @@ def test_a_rank_that_saves_is_waited_for_and_the_launcher_ends_when_it_has(
 
 
 def test_a_rank_that_needs_longer_than_the_grace_is_killed(begin, tmp_path) -> None:
-    os.mkfifo(tmp_path / "gate")
+    os.mkfifo(tmp_path / "gate0")
     words = ["--shutdown-timeout", 0.2, tmp_path / "script.py", tmp_path / "gate"]
     launched = begin("run", "--nproc", 1, *words)
     pid = int(line(launched, "up").split()[2])
@@ -188,7 +191,6 @@ def wait_for_handler(pid: int) -> None:
 
 
 def test_what_nohup_has_a_launcher_ignore_stays_ignored(begin, tmp_path) -> None:
-    os.mkfifo(tmp_path / "gate")
     hangups = """
 import os, signal, sys
 os.kill(os.getppid(), signal.SIGHUP)

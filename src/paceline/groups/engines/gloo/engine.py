@@ -68,7 +68,7 @@ class GlooEngine(TorchEngine):
         if self._pair is not None and self._pair.takes(call):
             return self._pair.start(call)
         work = super().start(call)
-        if call.kind in _MESSAGES:  # torch's cannot be told a timeout
+        if call.kind in _MESSAGES and call.timeout:  # torch's cannot be told a timeout
             return Timed(work, call.outputs or call.inputs, self.watcher, call.timeout)
         return work
 
