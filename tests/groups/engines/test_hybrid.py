@@ -303,12 +303,12 @@ def _differing(group: Group) -> list[MismatchError]:
             [torch.ones(r + (last and r == 0)) for r in range(size)], torch.ones(rank)
         ),
         lambda: group.gather(
-            [torch.ones(3)] * size if rank == 0 else None, torch.ones(4 if last else 3), 0
+            list(torch.ones(size, 3)) if rank == 0 else None, torch.ones(4 if last else 3), 0
         ),
         lambda: (
-            group.all_to_all([torch.ones(2)] * size, [torch.ones(2)] * size)
+            group.all_to_all(list(torch.ones(size, 2)), list(torch.ones(size, 2)))
             if not last
-            else group.all_to_all([torch.ones(3)] * size, [torch.ones(3)] * size)
+            else group.all_to_all(list(torch.ones(size, 3)), list(torch.ones(size, 3)))
         ),
     ]
     errors = []
