@@ -144,7 +144,8 @@ class Mailbox:
             return Header.read(memory, ranks)
         latest = self._latest
         if latest is None or latest[0].dtype != memory.dtype or not torch.equal(latest[0], memory):
-            latest = self._latest = memory.clone(), Header.read(memory, ranks)
+            copy = torch.empty_like(memory).copy_(memory)
+            latest = self._latest = copy, Header.read(memory, ranks)
         return latest[1]
 
     def keep(self, memory: Tensor) -> None:
