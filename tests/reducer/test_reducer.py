@@ -179,20 +179,25 @@ def test_a_backward_pass_that_failed_is_made_good_before_its_first_gradient_too(
 # Giving up.
 
 
+def give_up_the_third_pass(reducer: Reducer) -> None:
+    """It raises at a parameter, when buckets may have left."""
+    for _ in range(2):
+        clear(reducer)
+        forward(reducer, 1.0).backward()
+    clear(reducer)
+    stop = reducer.params[0].register_hook(_stop)
+    with pytest.raises(ArithmeticError):
+        forward(reducer, 100.0).backward()
+    stop.remove()
+    reducer.give_up(ArithmeticError("stopped"))
+    assert reducer.runner.current is None
+
+
 @pytest.mark.parametrize("cap_mb", [25, SMALL])
 def test_a_pass_that_all_ranks_give_up_can_be_done_again(cap_mb: float) -> None:
     def one_rank(group: Group) -> list[float | None]:
         reducer = reducer_of(group, cap_mb=cap_mb)
-        for _ in range(2):
-            clear(reducer)
-            forward(reducer, 1.0).backward()
-        clear(reducer)
-        stop = reducer.params[0].register_hook(_stop)
-        with pytest.raises(ArithmeticError):
-            forward(reducer, 100.0).backward()
-        stop.remove()
-        reducer.give_up(ArithmeticError("stopped"))
-        assert reducer.runner.current is None
+        give_up_the_third_pass(reducer)
         clear(reducer)
         forward(reducer, 1.0 + group.rank()).backward()
         return found(reducer)
@@ -203,15 +208,7 @@ def test_a_pass_that_all_ranks_give_up_can_be_done_again(cap_mb: float) -> None:
 def test_a_pass_is_done_again_by_other_ranks() -> None:
     def one_rank(group: Group) -> list[float | None]:
         reducer = reducer_of(group, cap_mb=SMALL)
-        for _ in range(2):
-            clear(reducer)
-            forward(reducer, 1.0).backward()
-        clear(reducer)
-        stop = reducer.params[0].register_hook(_stop)
-        with pytest.raises(ArithmeticError):
-            forward(reducer, 100.0).backward()
-        stop.remove()
-        reducer.give_up(ArithmeticError("stopped"))
+        give_up_the_third_pass(reducer)
         rest = group.split_group([0, 1])
         if rest is None:
             return []
