@@ -1,20 +1,26 @@
-"""What does DistributedDataParallel add to a training step of GPT-2 on one GPU?
+"""What does DistributedDataParallel add to a training step of GPT-2 on a GPU?
 
     python benchmarks/step_gpu.py --save results.md      about six minutes
+    python benchmarks/step_gpu.py --ranks 2              the same on two ranks
     python benchmarks/step_gpu.py --small                a toy on the CPU, float32, over gloo
 
-GPT-2 of 124 million parameters, bfloat16 autocast, fused AdamW, on one rank over NCCL, so there is
+GPT-2 of 124 million parameters, bfloat16 autocast, fused AdamW, over NCCL. On one rank there is
 nobody to wait for: what is left is what the wrapper itself costs. At 16 x 1024 tokens the GPU is
 busy and the copies show; at 2 x 256 it waits for Python to launch kernels, and every hook shows.
 
-Five ways take turns in blocks in one process, each with a model and an optimizer of its own; every
-round begins with another: the plain model, torch's wrapper, the same with
-``gradient_as_bucket_view``, paceline's, and paceline's with ``PACELINE_SKIP_ALONE=0``, which keeps
-the collectives that a group of one does not need. torch's wrapper always has them.
+Several ranks each take a GPU; where there are fewer GPUs, they share them, which NCCL allows from
+2.30 on with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. The times mean something only if the ranks really run
+at once: start NVIDIA's MPS before (``nvidia-cuda-mps-control -d``). Without it they take turns.
 
-A block's time is the wall time between two synchronisations of the GPU, by the number of its steps.
-Ratios are of blocks of the same round: their median, and in brackets the quartiles. CPU time is
-that of all threads of the process, for one step.
+The ways take turns in blocks in the same processes, each with a model and an optimizer of its own;
+every round begins with another: the plain model, torch's wrapper, the same with
+``gradient_as_bucket_view``, paceline's, and, on one rank, paceline's with
+``PACELINE_SKIP_ALONE=0``, which keeps the collectives that a group of one does not need. torch's
+wrapper always has them.
+
+A block's time is the wall time between two synchronisations of the GPU, by the number of its steps,
+on the slower rank. Ratios are of blocks of the same round: their median, and in brackets the
+quartiles. CPU time is that of all threads of a rank, for one step, on average over the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,12 +43,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from paceline.testing import Meeting, spawn_ranks
 
 PLAIN, TORCH, TORCH_VIEWS = "plain", "torch", "torch, views"
 PACELINE, KEPT = "paceline", "paceline (collectives kept)"
-WAYS = (PLAIN, TORCH, TORCH_VIEWS, PACELINE, KEPT)
+WAYS = (PLAIN, TORCH, TORCH_VIEWS, PACELINE)
 WARM_UP = 5  # steps
-DEADLINE = 1800  # seconds for everything
+DEADLINE = 1800.0  # seconds for everything
 
 
 # -- the model --------------------------------------------------------------------------------
@@ -122,6 +128,10 @@ class Setting:
     config: Config
     loads: Sequence[Load]
 
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
+
 
 ON_GPU = Setting("cuda", Config(), (Load(16, 1024, 5), Load(2, 256, 20)))
 SMALL = Setting("cpu", Config(2, 4, 64, 64, 256), (Load(4, 64, 3), Load(1, 16, 5)))
@@ -176,7 +186,7 @@ def make_step(trained: Trained, load: Load, setting: Setting) -> Callable[[], No
     return step
 
 
-# -- taking turns -----------------------------------------------------------------------------
+# -- taking turns, in the ranks -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,11 +222,34 @@ def _time_block(step: Callable[[], None], steps: int, device: str) -> tuple[floa
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     step()  # the first after another model finds the caches cold
     wait()
+    dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     wait()
     return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
+
+
+def run_rank(meeting: Meeting, setting: Setting, rounds: int) -> list[dict[str, Times]]:
+    """Measure every load on this rank: for each, the times of all ways."""
+    if setting.device == "cuda":
+        torch.cuda.set_device(meeting.rank % torch.cuda.device_count())
+    dist.init_process_group(setting.backend)
+    ways = WAYS if meeting.size > 1 else (*WAYS, KEPT)
+    trained = {way: build(way, setting) for way in ways}
+    found = [measure(trained, load, setting, rounds) for load in setting.loads]
+    dist.destroy_process_group()
+    return found
+
+
+def slowest(by_rank: Sequence[dict[str, Times]]) -> dict[str, Times]:
+    """Join what the ranks saw: the longer wall time of each block, the average CPU time."""
+    found = {}
+    for way in by_rank[0]:
+        wall = [max(block) for block in zip(*(own[way].wall for own in by_rank), strict=True)]
+        cpu = zip(*(own[way].cpu for own in by_rank), strict=True)
+        found[way] = Times(wall, [statistics.mean(block) for block in cpu])
+    return found
 
 
 # -- the run ----------------------------------------------------------------------------------
@@ -245,6 +278,7 @@ def _quartiles(numbers: Sequence[float]) -> list[float]:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What DistributedDataParallel adds to a step.")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, sharing GPUs if need be")
     parser.add_argument("--rounds", type=int, help="blocks of each way, 2 or more (30)")
     parser.add_argument("--quick", action="store_true", help="a rough picture, from 5 rounds")
     parser.add_argument("--small", action="store_true", help="a toy on the CPU, over gloo")
@@ -254,31 +288,31 @@ def read_arguments() -> argparse.Namespace:
     return args
 
 
+def describe(setting: Setting, ranks: int, rounds: int) -> str:
+    with torch.device("meta"):
+        size = sum(p.numel() for p in GPT2(setting.config).parameters()) / 1e6
+    who = "one rank" if ranks == 1 else f"{ranks} ranks"
+    return f"GPT-2, {size:.1f} million parameters, {who} over {setting.backend}, {rounds} rounds."
+
+
 def main() -> None:
     args = read_arguments()
-    signal.alarm(DEADLINE)  # a collective that hangs would hang for ever
     setting = SMALL if args.small else ON_GPU
-    gpu = setting.device == "cuda"
-    backend = "nccl" if gpu else "gloo"
-    if gpu:
-        torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     log = Log()
-    log(describe_machine() + (f" GPU: {torch.cuda.get_device_name()}." if gpu else ""))
-    trained = {way: build(way, setting) for way in WAYS}
-    size = sum(p.numel() for p in trained[PLAIN][0].parameters()) / 1e6
-    log(f"GPT-2, {size:.1f} million parameters, one rank over {backend}, {args.rounds} rounds.\n")
+    gpu = f" GPU: {torch.cuda.get_device_name()}." if setting.device == "cuda" else ""
+    log(describe_machine() + gpu)
+    log(describe(setting, args.ranks, args.rounds) + "\n")
+    by_rank = spawn_ranks(args.ranks, run_rank, setting, args.rounds, deadline=DEADLINE)
     log(HEAD)
     seconds = {}
-    for load in setting.loads:
-        times = measure(trained, load, setting, args.rounds)
+    for load, *seen in zip(setting.loads, *by_rank, strict=True):
+        times = slowest(seen)
         seconds[str(load)] = {way: vars(own) for way, own in times.items()}
         log("\n".join(lines_of(load, times)))
     if args.save is not None:
         everything = {"machine": log.lines[0], "seconds": seconds}
         as_json = args.save.suffix == ".json"
         args.save.write_text(json.dumps(everything) if as_json else "\n".join(log.lines) + "\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
