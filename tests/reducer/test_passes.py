@@ -11,7 +11,15 @@ from torch import nn
 from paceline._reducer.passes import Before, Pass, Role, State
 from paceline.errors import PassStateError
 
-LIFE = (State.WAITING, State.LEARNING, State.FILLING, State.EXCHANGING, State.ENDED)
+LIFE = (
+    State.WAITING,
+    State.LEARNING,
+    State.FILLING,
+    State.EXCHANGING,
+    State.SENT,
+    State.AWAITING,
+    State.ENDED,
+)
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -54,9 +62,9 @@ def test_gradients_that_left_cannot_be_said_not_to_have_been() -> None:
         Pass(state=State.FILLING).move(State.ENDED)
 
 
-def test_other_ranks_may_wait_for_a_pass_that_fills_or_exchanges() -> None:
+def test_other_ranks_may_wait_for_a_pass_that_fills_exchanges_or_is_awaited() -> None:
     begun = [state for state in State if Pass(state=state).has_begun]
-    assert begun == [State.FILLING, State.EXCHANGING]
+    assert begun == [State.FILLING, State.EXCHANGING, State.SENT, State.AWAITING]
 
 
 def test_the_first_arrival_begins_to_learn_and_every_one_is_counted() -> None:

@@ -254,4 +254,4 @@ def test_the_states_of_a_pass_are_seen_from_hooks() -> None:
         return states
 
     for states in run_ranks(2, one_rank):
-        assert states == [State.WAITING, State.FILLING, State.EXCHANGING]
+        assert states == [State.WAITING, State.FILLING, State.AWAITING]

@@ -1,7 +1,8 @@
 """PassClosing: the end of a pass, from the last gradient of this rank to averages on all of them.
 
-What is missing is filled with zeros, the header is written (``header.py``) and all is awaited. So
-every pass of every rank consists of the same collectives, whichever parameters its graph reached.
+What is missing is filled with zeros, the header is written (``header.py``) and all is sent, then
+awaited. So every pass of every rank consists of the same collectives, whichever parameters its
+graph reached.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class PassClosing:
     def __init__(self, reducer: Reducer, running: Pass, method: Method) -> None:
         self._of, self._pass, self._method = reducer, running, method
         self._group, self._buckets = reducer.group, reducer.layout.buckets
+        self._memory, self._rides = torch.empty(0), False  # the header's
+        self._work: TorchWork = FINISHED  # the header's, if it travels alone
+        ledger = reducer.ledger  # the weight of now: a program may wait long after the pass
+        self._owed, self._counts = ledger.owed(), ledger.counts
+        self._late_share = method.share * ledger.weight / ledger.unit
 
     def complete(self, *, tell_end: bool) -> None:
-        """Leave the averages of all ranks in ``.grad``, or raise on all of them."""
-        self._pass.ended = time.perf_counter_ns()
-        mailbox = self._of.mailbox
-        told = mailbox.told = self._send_and_wait()
+        """Leave the averages of all ranks in ``.grad``, or raise on all of them; all was sent."""
+        told = self._of.mailbox.told = self._wait()
         self._divide(told)
         self._refuse_overdue()
         self._refuse_trouble(told)
@@ -47,30 +51,34 @@ class PassClosing:
         self._draw_conclusions(told)
         self._tell_others(tell_end)
 
-    def _send_and_wait(self) -> Header | None:
+    def send(self) -> None:
+        """Let all leave that has not left yet; waits for nobody."""
+        self._pass.ended = time.perf_counter_ns()
         runner, last = self._of.runner, self._buckets[-1]
         for bucket in self._buckets[self._pass.next : -1]:
             runner.launch(bucket)
         runner.take_rest(last)
         self._look_around()
-        memory, rides = self._header_memory(last)
-        work: TorchWork = FINISHED
-        if rides or self._method.prompt:
-            self._write_header(memory)
-        if self._method.prompt and not rides:
-            work = self._start_header(memory)
+        self._memory, self._rides = self._header_memory(last)
+        if self._rides or self._method.prompt:
+            self._write_header(self._memory)
+        if self._method.prompt and not self._rides:
+            self._start_header()
         runner.launch(last)
-        for bucket in self._buckets:
-            with runner.noting_failure():
-                self._of.diary.wait(bucket)
-        if not rides and not self._method.prompt:
-            self._write_header(memory)
-            work = self._start_header(memory)
-        self._of.diary.wait_for(work)
-        return self._read_header(memory)
 
-    def _start_header(self, memory: Tensor) -> TorchWork:
-        return self._group.start_all_reduce(memory, self._method.op, quiet=self._method.quiet)
+    def _wait(self) -> Header | None:
+        for bucket in self._buckets:
+            with self._of.runner.noting_failure():
+                self._of.diary.wait(bucket)
+        if not self._rides and not self._method.prompt:
+            self._write_header(self._memory)
+            self._start_header()
+        self._of.diary.wait_for(self._work)
+        return self._read_header(self._memory)
+
+    def _start_header(self) -> None:
+        method = self._method
+        self._work = self._group.start_all_reduce(self._memory, method.op, quiet=method.quiet)
 
     def _look_around(self) -> None:
         """Note what is absent and what came late, and whether that is allowed."""
@@ -108,13 +116,13 @@ class PassClosing:
         return torch.empty(size, dtype=torch.float64, device=device), False
 
     def _write_header(self, memory: Tensor) -> None:
-        running, ledger = self._pass, self._of.ledger
+        running = self._pass
         said = Said(
             active=self._group.rank() if running.gives else None,
-            weight=ledger.owed() if running.gives else 0.0,
+            weight=self._owed if running.gives else 0.0,
             trouble=bool(running.trouble),
             late=bool(running.late),
-            weighted=ledger.counts and running.gives,
+            weighted=self._counts and running.gives,
             owing=running.role is Role.OWING,
             absent=running.absent,
             idle=running.idle,
@@ -191,15 +199,14 @@ class PassClosing:
 
     def _add_late(self, late: dict[int, Tensor]) -> None:
         """Reduce what came after its bucket had left, and add it; every rank takes part."""
-        params, place, ledger = self._of.params, self._of.layout.place, self._of.ledger
+        params, place = self._of.params, self._of.layout.place
         anywhere = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
         anywhere[list(late)] = 1
         self._group.all_reduce(anywhere, ReduceOp.MAX)
-        share = self._method.share * ledger.weight / ledger.unit
         for number in anywhere.nonzero().flatten().tolist():
             total = torch.zeros_like(local(params[number]))
             if number in late:
-                total.add_(local(late[number]), alpha=share)
+                total.add_(local(late[number]), alpha=self._late_share)
             self._group.all_reduce(total, self._method.op)
             bucket, slot = place[number]
             self._buckets[bucket].add(slot, total.div_(self._pass.divisor))

@@ -11,6 +11,7 @@ from ..groups import Group
 from ..policies import Reduction
 from .bucket import Bucket, Hook
 from .expected import Expected
+from .finalization import Finalization
 from .header import Header, Mailbox
 from .layout import Layout
 from .listeners import Listeners
@@ -35,6 +36,7 @@ class Facts:
     observers: Observers
     mailbox: Mailbox
     listeners: Listeners
+    finalization: Finalization
     runner: Runner
     comm_hook: CommHook | None
 
@@ -49,6 +51,7 @@ class Facts:
         if not self.params:
             return False
         seen = self.comm_hook is not None or self.layout.sharded or self.observers.see_gradients
+        seen = seen or self.finalization.required
         return self.group.size() > 1 or seen or self.policy.even_alone or self.ledger.weighs
 
     @property

@@ -132,8 +132,15 @@ class Handed:
         They are averaged at the end of the backward pass around it: parameters may be used outside
         the graph too, and those gradients have yet to come. ``at_once``: now, in any case.
         """
-        self._complete = self.reducer.runner.current
-        if at_once or not _in_backward():
+        runner = self.reducer.runner
+        self._complete = runner.current
+        if _in_backward() and not at_once:
+            return
+        if self.reducer.finalization.required:
+            self._complete = None
+            with torch.no_grad():
+                runner.end()
+        else:
             self._end_pass()
 
     def average(self) -> None:

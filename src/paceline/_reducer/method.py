@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,10 @@ class Method:
             reads_late=late,
             hook=hook,
         )
+
+    def unattended(self) -> Method:
+        """How the rest of a pass is sent while the program does something else."""
+        return replace(self, quiet=False)
 
     @property
     def op(self) -> ReduceOp.RedOpType:

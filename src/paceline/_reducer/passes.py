@@ -2,8 +2,9 @@
 
 A pass begins to *wait* when a backward pass comes to an output of a forward, or to a parameter
 that is listened to. When gradients come it *learns* their order, or *fills* buckets and sends them
-off. At the end of the backward pass it is *exchanging*: the rest is sent, and all is awaited. Then
-it has *ended*, or *failed*. :meth:`Pass.move` knows what may follow what.
+off. At the end of the backward pass it is *exchanging*: the rest is sent. Once all is *sent*, the
+averages are awaited, at once or when the program says so (``finalization.py``). Then it has
+*ended*, or *failed*. :meth:`Pass.move` knows what may follow what.
 
 Which parameters a pass has reached is not told one by one: a hook on every parameter would cost
 more than the exchange of a small model. :class:`Before` knows what ``.grad`` held when it began,
@@ -30,7 +31,9 @@ class State(Enum):
     WAITING = auto()  # a backward pass runs, and has brought no gradient that we know of
     LEARNING = auto()  # gradients come, and their order is noted; all are taken at the end
     FILLING = auto()  # gradients come, and full buckets leave
-    EXCHANGING = auto()  # all have come: what is left leaves, and all is awaited
+    EXCHANGING = auto()  # all have come: what is left leaves
+    SENT = auto()  # all has left, and nobody waits for it yet
+    AWAITING = auto()  # all is awaited
     ENDED = auto()  # .grad holds averages, or it was no pass to be averaged
     FAILED = auto()  # nobody can say what .grad should hold, and it is None
 
@@ -39,10 +42,14 @@ _MAY_FOLLOW = {
     State.WAITING: {State.LEARNING, State.FILLING, State.EXCHANGING, State.ENDED, State.FAILED},
     State.LEARNING: {State.FILLING, State.EXCHANGING, State.ENDED, State.FAILED},
     State.FILLING: {State.EXCHANGING, State.FAILED},
-    State.EXCHANGING: {State.ENDED, State.FAILED},
+    State.EXCHANGING: {State.SENT, State.FAILED},
+    State.SENT: {State.AWAITING, State.FAILED},
+    State.AWAITING: {State.ENDED, State.FAILED},
     State.ENDED: set[State](),
     State.FAILED: set[State](),
 }
+
+_BEGUN = (State.FILLING, State.EXCHANGING, State.SENT, State.AWAITING)
 
 
 class Role(Enum):
@@ -140,7 +147,7 @@ class Pass:
     @property
     def has_begun(self) -> bool:
         """Whether other ranks may wait for what it sends."""
-        return self.state in (State.FILLING, State.EXCHANGING)
+        return self.state in _BEGUN
 
     @property
     def gives(self) -> bool:

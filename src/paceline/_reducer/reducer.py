@@ -35,6 +35,7 @@ from .bucket import Hook
 from .diary import Diary
 from .expected import Expected
 from .facts import Facts
+from .finalization import Finalization
 from .handed import Handed
 from .header import Header, Mailbox
 from .layout import Layout, agreed_order
@@ -77,6 +78,7 @@ class Reducer(Facts):
         self.heeds = heeds
         self.listeners = Listeners(self, wanted=hooks)
         self.handed = Handed(self)
+        self.finalization = Finalization(self)
         self.runner = Runner(self)
         self.diary = Diary(group, _weakly(self.names_in))
         self.comm_hook: CommHook | None = None
@@ -95,6 +97,7 @@ class Reducer(Facts):
         heir = Reducer(params, names, self.group, self.policy, sparse=sparse)
         heir.ledger, heir.expected, heir.observers = self.ledger, self.expected, self.observers
         heir.mailbox, heir.heeds = self.mailbox.successor(), self.heeds
+        heir.finalization.continue_from(self.finalization)
         heir.diary.continue_from(self.diary)
         if self.comm_hook is not None:
             heir.set_hook(self.comm_hook.call, prompt=self.comm_hook.prompt)

@@ -34,6 +34,7 @@ class Runner:
         self.error = ""  # what went wrong last
         self.handed_task = -1  # torch's number of a backward pass whose gradients a graph gave
         self._method: Method | None = None  # of the pass that has begun
+        self._closing: PassClosing | None = None  # of the pass that was sent last
         self._retired = False
 
     @property
@@ -251,6 +252,12 @@ class Runner:
             self._of.group.progress()
             self._of.diary.looks(buckets)
 
+    def is_complete(self) -> bool:
+        """Whether a gradient has come to every parameter in the pass that runs."""
+        buckets, before = self._of.layout.buckets, self.running.before
+        left = ((b.numbers[s], b.params[s].grad) for b in buckets for s in b.missing())
+        return not any(b.absent for b in buckets) and all(before.differs(n, g) for n, g in left)
+
     def _is_full(self, bucket: Bucket) -> bool:
         """Whether all has come that will; if all has, and nothing is special, it is taken too."""
         running = self.running
@@ -335,7 +342,7 @@ class Runner:
             if not came or ending.kept or not self._begin(ending):
                 self._end_unaveraged(ending, came=came)
                 return
-        self.finish()
+        self.end()
 
     def _end_unaveraged(self, ending: Pass, *, came: bool) -> None:
         ledger, params = self._of.ledger, self._of.params
@@ -348,15 +355,39 @@ class Runner:
         ending.move(State.ENDED)
         self.current = None
 
+    def end(self) -> None:
+        """All gradients have come: wait for the averages, or leave that to the program."""
+        if self._of.finalization.required:
+            self._method = self.method.unattended()
+            self.send()
+        else:
+            self.finish()
+
+    def send(self) -> None:
+        """Let all leave that is left; :meth:`finish` waits for the averages."""
+        sending = self.running
+        sending.move(State.EXCHANGING)
+        self._closing = PassClosing(self._of, sending, self.method)
+        try:
+            self._closing.send()
+            sending.move(State.SENT)
+        except BaseException as error:
+            self._fail(sending, error)
+            self._leave()
+            raise
+
     def finish(self, *, tell_end: bool = True) -> None:
         """Complete the pass: all ranks have the averages when it returns.
 
         Without ``tell_end`` the caller tells observers of its end.
         """
         running = self.running
-        running.move(State.EXCHANGING)
+        if running.state is not State.SENT:
+            self.send()
+        assert self._closing is not None
+        running.move(State.AWAITING)
         try:
-            PassClosing(self._of, running, self.method).complete(tell_end=tell_end)
+            self._closing.complete(tell_end=tell_end)
             running.move(State.ENDED)
         except BaseException as error:
             self._fail(running, error)
@@ -382,7 +413,7 @@ class Runner:
         of.diary.ends()
         for bucket in of.layout.buckets:
             bucket.reset()
-        self.current = None
+        self.current = self._closing = None
         self.passes += 1
 
     def give_up(self, error: BaseException) -> None:
@@ -400,7 +431,11 @@ class Runner:
             self._end_unaveraged(self.current, came=False)
 
     def make_good(self) -> None:
-        """If a backward pass failed halfway, end it: the other ranks still wait for the rest."""
+        """If a backward pass failed halfway, end it: the other ranks still wait for the rest.
+
+        Raises if it went well, and the program has yet to wait for its averages.
+        """
+        self._of.finalization.refuse_pending("another backward pass, or a forward")
         if self.current is None or self.current.runs:
             return
         if self.current.has_begun or self.current.due:
@@ -439,6 +474,7 @@ class Runner:
     def stand_in(self, trouble: str = "", *, take: bool = False) -> Header | None:
         """Take part in the other ranks' pass with nothing to give (``Reducer.stand_in``)."""
         of = self._of
+        of.finalization.settle_pending(trouble)
         if of.ledger.owes(of.params) and not trouble:  # weighted passes wait to be averaged
             self.sync(Role.OWING)
             return of.mailbox.told

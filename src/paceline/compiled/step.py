@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from .._torch import dynamo, foreach, optim
 from .._torch.nn import backward_hooks, backward_pre_hooks
 from ..ddp import DistributedDataParallel
-from ..errors import ModuleArgumentError, ModuleTypeError
+from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
 from . import graph_passes, program, reasons, step_plan, updates
 from .binding import Binding
 from .explain import Schedule
@@ -101,10 +101,25 @@ class Step:
         if last:
             self._turns.before()
             self._wire.before_sending(self._turns.after)
+            self._refuse_manual()
         if not self.reason and (reason := reasons.now(self.ddp, self._binding.params)):
             self._fall_back_now(reason)
         loss = None if self.reason else self._try_compiled(inputs, last)
         return self._eager_step(inputs, last) if loss is None else loss
+
+    def _refuse_manual(self) -> None:
+        """A step waits for its averages: it has an optimizer behind them."""
+        if not self.ddp.require_manual_backward_finalization:
+            return
+        error = ModuleStateError(
+            f"rank {self._wire.rank}: train_step with require_manual_backward_finalization: a step "
+            "waits for its averages itself, and finalize_backward() would come too late. The other "
+            "ranks are told so in their step.",
+            "Set it to False on every rank, or write the step out.",
+        )
+        self._turns.after()
+        self.ddp.replica.tell_failure(str(error))
+        raise error
 
     def _fall_back_now(self, reason: str) -> None:
         try:

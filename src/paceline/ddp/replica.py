@@ -193,6 +193,11 @@ class Replica:
         else:
             self.hear()
 
+    def refuse_unfinalized(self) -> None:
+        """Raise if a forward that trains begins before the averages of the last pass are there."""
+        if torch.is_grad_enabled() and current_task() == NO_TASK:
+            self.reducer.finalization.refuse_pending("a forward")
+
     def after_forward(self, output: Any) -> None:
         """Watch the output for the backward pass."""
         if self.syncs_buffers and self.buffers.hooked_after:
@@ -335,6 +340,7 @@ class Replica:
 
     def samples(self, count: float) -> SampleCount:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
+        self.reducer.finalization.refuse_pending("the weight of the next pass")
         return SampleCount(self.reducer.ledger, count, self.group.rank())
 
     def sync_grads(self) -> None:

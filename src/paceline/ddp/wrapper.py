@@ -36,6 +36,7 @@ from ..join import Join, Joinable
 from ..policies import BucketCaps
 from . import torch_args
 from .delayed import Delayed
+from .finalization import ManualFinalization
 from .in_backward import adopt_optimizers, check_fused, step_with_buckets
 from .in_graph import Traced, forward_in_graph, number
 from .joining import (
@@ -55,7 +56,7 @@ log = logging.getLogger(__name__)
 _forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
-class DistributedDataParallel(TorchNames, Joinable):
+class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
     """Wraps a module so that every rank's backward leaves the average of all ranks' gradients.
 
     Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` need not
@@ -113,6 +114,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self._require_manual_backward_finalization = False
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.static_graph = static_graph
@@ -175,6 +177,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             companions=() if self._delayed is None else (self._delayed.reducer,),
         )
         self._reducer = TorchReducer(self.replica)
+        self.replica.reducer.finalization.require(self._require_manual_backward_finalization)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -202,6 +205,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        self.replica.refuse_unfinalized()
         if self._join_config.enable:
             announce_step(self)
         self.replica.before_forward()
@@ -401,6 +405,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 "Communication hook registration should be called before training loop starts, "
                 "that is before the first backward pass.",
             )
+        self.replica.reducer.finalization.refuse_pending("a communication hook")
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name
         self.replica.set_hook(state, hook)

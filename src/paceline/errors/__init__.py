@@ -40,6 +40,7 @@
     │   └── GraphChangedError      a static graph that changed
     ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
     ├── ThawedParameterError       thawed inside a forward that began without it (RuntimeError)
+    ├── UnfinalizedError           a step before finalize_backward()            (RuntimeError)
     ├── UnweighableError           a weighted pass that cannot be told apart    (RuntimeError)
     ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
@@ -101,6 +102,7 @@ from .ddp import (
     ReplicatedTwiceError,
     ShardingError,
     ThawedParameterError,
+    UnfinalizedError,
     UnfinishedReductionError,
     UnweighableError,
     WrapperMismatchError,
@@ -229,6 +231,7 @@ __all__ = [
     "ShardingError",
     "ThawedParameterError",
     "UnexpectedOptionError",
+    "UnfinalizedError",
     "UnfinishedReductionError",
     "UnknownBackendError",
     "UnknownOptionError",

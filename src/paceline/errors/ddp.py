@@ -175,6 +175,26 @@ class LateGradientError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class UnfinalizedError(PacelineError, RuntimeError):
+    """Something came before the averages that a program waits for itself were there."""
+
+    rank: int
+    what: str  # that came too early
+    names: Sequence[str] = ()  # of parameters whose averages it is about to use
+
+    def __str__(self) -> str:
+        early = f"rank {self.rank}: {self.what} came before finalize_backward()"
+        if self.names:
+            early += f", and would have used what is no average, for {some_of(self.names)}"
+        return (
+            f"{early}. Expected to have finalized the prior backward pass before starting a new "
+            "one. Call finalize_backward() after backward() when "
+            "require_manual_backward_finalization is true. Nothing was changed: the averages are "
+            "still to be had, and the other ranks do not wait until their next pass."
+        )
+
+
+@dataclass(eq=False)
 class UnweighableError(PacelineError, RuntimeError):
     """A weighted backward pass came to a parameter before it came to an output of the model."""
 
