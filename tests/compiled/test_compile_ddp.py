@@ -111,6 +111,24 @@ def gradients_that_are_not_dropped(open_: Open) -> None:
 
 
 @row
+def gradients_that_a_rank_holds_before_a_weighted_pass(open_: Open) -> None:
+    """Averages that were not dropped, and on one rank more than these."""
+    pair = Compiled([open_(), open_()], "mlp", "sgd")
+    for number in range(3):
+        for model, ddp in ((pair.compiled, pair.ddp), (pair.eager, pair.eager)):
+            if number and pair.rank:
+                loss_of(ddp.module, *batch(9, number)).backward()
+            with ddp.samples(2 + pair.rank):
+                loss_of(model, *batch(pair.rank, number)).backward()
+    grads = zip(pair.ddp.parameters(), pair.eager.parameters(), strict=True)
+    for mine, expected in grads:
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-5, atol=1e-6)
+        other = mine.grad.clone()
+        pair.ddp.replica.group.broadcast(other, 0)
+        assert torch.equal(mine.grad, other)
+
+
+@row
 def communication_hooks(open_: Open) -> None:
     groups = [open_(), open_()]
     pair = Compiled(groups, "mlp", "sgd")

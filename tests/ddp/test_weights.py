@@ -142,23 +142,6 @@ def test_a_rank_that_is_left_alone_has_weighted_passes_of_its_own() -> None:
     assert second == [1.5, 1.5, 2.0, 2.0]
 
 
-# Gradients of this rank alone.
-
-
-def test_gradients_of_this_rank_alone_are_averaged_by_sync_grads_before_a_weighted_pass() -> None:
-    def one_rank(group: Group) -> float:
-        ddp = DDP(line(), process_group=group)
-        ddp(torch.ones(1, 1)).sum().backward()
-        ddp.zero_grad()
-        ddp.module(torch.full((1, 1), float(group.rank()))).sum().backward()
-        ddp.sync_grads()
-        ddp.samples(1.0 + 2 * group.rank())
-        ddp(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
-        return ddp.module.weight.grad.item()
-
-    assert run_ranks(2, one_rank) == [0.5 + 1.75] * 2
-
-
 def test_plain_micro_steps_whose_gradients_are_zero_count_in_a_weighted_mean() -> None:
     def one_rank(group: Group) -> float:
         ddp = DDP(line(), process_group=group)

@@ -48,7 +48,7 @@ def send(ledger: Ledger, params: list[nn.Parameter], *values: float | None) -> f
     ledger.begin(params)
     backward(params, *values)
     for index, param in enumerate(params):
-        ledger.fold(index, param)
+        ledger.give(index, param)
     return ledger.owed() * ledger.unit
 
 
@@ -158,28 +158,56 @@ def test_clipping_what_was_gathered_does_not_make_it_forgotten() -> None:
     assert value_of(params[0]) == 4.0 + 2.0
 
 
-# What was averaged before.
+# What was held before.
 
 
-def test_an_earlier_average_that_was_not_cleared_is_added_and_not_weighted_again() -> None:
+def test_what_was_held_leaves_with_the_weight_of_all_passes_so_that_it_counts_once() -> None:
     ledger, params = Ledger(explicit=3.0), parameters(1, 1)
     params[0].grad = torch.full((1,), 100.0)
-    weight = send(ledger, params, 2.0, 1.0)
-    for param in params:
-        param.grad.div_(weight)  # the average over this one rank
-    ledger.settle(params)
-    assert [value_of(param) for param in params] == [102.0, 1.0]
-    assert not ledger.open
-    assert ledger.total == 0
+    run_pass(ledger, params, 2.0, 1.0)
+    ledger.explicit = 2.0
+    assert send(ledger, params, 7.0, 1.0) == 5.0
+    assert value_of(params[0]) == 3.0 * 2.0 + 2.0 * 7.0 + 5.0 * 100.0
+    assert value_of(params[1]) == 5.0
 
 
-def test_it_stays_where_the_pass_left_no_gradient() -> None:
-    ledger, params = Ledger(explicit=3.0), parameters(1)
+def test_it_leaves_alone_where_no_pass_left_a_gradient() -> None:
+    ledger, params = Ledger(explicit=3.0), parameters(1, 1)
     params[0].grad = torch.full((1,), 100.0)
-    send(ledger, params, None)
+    ledger.begin(params)
+    backward(params, None, 1.0)
+    assert [ledger.give(0, params[0]), ledger.give(1, params[1])] == [True, False]
+    assert [value_of(param) for param in params] == [300.0, 3.0]
+
+
+def test_a_rank_that_counts_nothing_gives_nothing_of_it() -> None:
+    ledger, params = Ledger(explicit=0.0), parameters(1)
+    params[0].grad = torch.full((1,), 100.0)
+    ledger.begin(params)
+    backward(params, math.nan)
+    assert ledger.give(0, params[0])
     assert params[0].grad is None
-    ledger.settle(params)
+    assert ledger.base[0].item() == 100.0
+
+
+def test_what_no_bucket_sent_comes_back() -> None:
+    ledger, params = Ledger(explicit=3.0), parameters(1, 1)
+    backward(params, 100.0, 7.0)
+    ledger.begin(params)
+    ledger.give(0, params[0])
+    ledger.settle(params, {0})
+    assert [value_of(param) for param in params] == [300.0, 7.0]
+    assert not ledger.open
+    assert (ledger.total, ledger.base) == (0.0, {})
+
+
+def test_it_comes_back_after_a_pass_that_counted_nothing() -> None:
+    ledger, params = Ledger(explicit=0.0, once=True), parameters(1)
+    params[0].grad = torch.full((1,), 100.0)
+    run_pass(ledger, params, math.nan)
+    assert not ledger.weighs
     assert value_of(params[0]) == 100.0
+    assert ledger.base == {}
 
 
 def test_it_is_put_aside_in_memory_of_its_own() -> None:
@@ -189,8 +217,8 @@ def test_it_is_put_aside_in_memory_of_its_own() -> None:
     params[0].grad = bucket
     ledger.begin(params)
     bucket.zero_()
-    ledger.settle(params)
-    assert value_of(params[0]) == 100.0
+    ledger.give(0, params[0])
+    assert value_of(params[0]) == 300.0
 
 
 @pytest.mark.parametrize("gathered", [True, False])
@@ -273,33 +301,27 @@ def test_in_the_unit_that_is_chosen_counts_are_about_one(count: float) -> None:
 PASSES = st.lists(st.tuples(st.none() | COUNTS, VALUES), max_size=3)
 
 
+Rank = tuple[list[tuple[float | None, float]], tuple[float, float], float | None]
+RANKS = st.tuples(PASSES, st.tuples(COUNTS, VALUES), st.none() | VALUES)
+
+
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(PASSES, st.tuples(COUNTS, VALUES)), min_size=1, max_size=3),
-    st.none() | VALUES,
-)
-def test_ranks_get_the_mean_over_all_that_any_of_them_counted(
-    ranks: list[tuple[list[tuple[float | None, float]], tuple[float, float]]], before: float | None
+@given(st.lists(RANKS, min_size=1, max_size=3))
+def test_ranks_give_all_that_they_counted_and_what_they_held_by_their_share(
+    ranks: list[Rank],
 ) -> None:
     """Each rank has passes of its own, of which the last is weighted and averaged."""
-    sent = []
-    for passes, (last, value) in ranks:
+    for passes, (last, value), held in ranks:
         ledger, params = Ledger(), parameters(1)
-        if before is not None and all(count is not None for count, _ in passes):
-            params[0].grad = torch.full((1,), before)
+        holds = held is not None and all(count is not None for count, _ in passes)
+        if holds:
+            params[0].grad = torch.full((1,), held)
         for count, earlier in passes:
             ledger.explicit, ledger.once = count, True
             run_pass(ledger, params, earlier)
         ledger.explicit = last
-        sent.append((ledger, params, send(ledger, params, value)))
-    total = sum(weight for *_, weight in sent)
-    whole = sum(value_of(params[0]) or 0.0 for _, params, _ in sent)
-    every = [(c, v) for passes, end in ranks for c, v in (*passes, end)]
-    counted = [(1.0 if count is None else count, value) for count, value in every]
-    assert total == sum(count for count, _ in counted)
-    assert whole == sum(count * value for count, value in counted)
-    for ledger, params, _ in sent:  # the engine leaves the mean on every rank
-        params[0].grad = torch.full((1,), whole / total if total else 0.0)
-        kept = value_of(params[0]) + (before or 0.0) * bool(ledger.base)
-        ledger.settle(params)
-        assert value_of(params[0]) == pytest.approx(kept)
+        total = send(ledger, params, value)
+        counted = [(1.0 if count is None else count, v) for count, v in (*passes, (last, value))]
+        assert total == sum(count for count, _ in counted)
+        given_ = value_of(params[0]) or 0.0
+        assert given_ == sum(c * v for c, v in counted) + total * (held if holds else 0.0)

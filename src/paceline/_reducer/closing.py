@@ -194,22 +194,35 @@ class PassClosing:
                     bucket.give_back(slot)
         if told is not None and told.late:
             self._add_late(self._pass.late)
+        if told is not None and told.counts_nothing:
+            self._average_held(told)
         for bucket in self._buckets:
             bucket.conclude()
 
     def _add_late(self, late: dict[int, Tensor]) -> None:
         """Reduce what came after its bucket had left, and add it; every rank takes part."""
-        params, place = self._of.params, self._of.layout.place
+        params = self._of.params
         anywhere = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
         anywhere[list(late)] = 1
         self._group.all_reduce(anywhere, ReduceOp.MAX)
+        share = self._late_share / self._pass.divisor
         for number in anywhere.nonzero().flatten().tolist():
-            total = torch.zeros_like(local(params[number]))
-            if number in late:
-                total.add_(local(late[number]), alpha=self._late_share)
-            self._group.all_reduce(total, self._method.op)
-            bucket, slot = place[number]
-            self._buckets[bucket].add(slot, total.div_(self._pass.divisor))
+            self._add_mean(number, late.get(number), share)
+
+    def _average_held(self, told: Header) -> None:
+        """All weights are 0: what ranks held before is averaged as without weights; all know it."""
+        held = self._of.ledger.base
+        for number in filter(told.present, self._of.layout.place):
+            self._add_mean(number, held.get(number), self._method.share)
+
+    def _add_mean(self, number: int, part: Tensor | None, share: float) -> None:
+        """Add what ranks have apart from their buckets, each its ``share`` of it."""
+        total = torch.zeros_like(local(self._of.params[number]))
+        if part is not None and share:
+            total.add_(local(part), alpha=share)
+        self._group.all_reduce(total, self._method.op)
+        bucket, slot = self._of.layout.place[number]
+        self._buckets[bucket].add(slot, total)
 
     def _settle_weights(self, told: Header | None) -> None:
         ledger = self._of.ledger
@@ -219,7 +232,7 @@ class PassClosing:
             return
         ledger.plain = 0
         if ledger.open:
-            ledger.settle(self._of.params)
+            ledger.settle(self._of.params, self._of.layout.place)
 
     def _draw_conclusions(self, told: Header | None) -> None:
         running, of = self._pass, self._of

@@ -48,6 +48,11 @@ class Header:
         active, shares = values[_FIXED:start], values[start:]
         return cls(values[0], trouble, late, weighted, active, shares)
 
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether ranks gave weights, all of them 0."""
+        return self.weighted and self.weight == 0
+
     def active_ranks(self) -> list[int]:
         """Those that had a pass of their own."""
         return [rank for rank, share in enumerate(self.active) if share > 0]

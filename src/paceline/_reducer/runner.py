@@ -280,7 +280,8 @@ class Runner:
         ledger = self._of.ledger
         if ledger.open and self.running.gives:
             for slot in slots:
-                ledger.fold(bucket.numbers[slot], bucket.params[slot])
+                if ledger.give(bucket.numbers[slot], bucket.params[slot]):
+                    self.running.idle.add(bucket.numbers[slot])
         if slots:
             bucket.take(slots, self._scale, plain=self._is_plain)
 

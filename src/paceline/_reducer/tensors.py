@@ -79,3 +79,16 @@ def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:
         param.grad = like(total, param)
     else:
         local(param.grad).add_(total)
+
+
+def add_part(param: Tensor, part: Tensor, times: float = 1.0) -> None:
+    """Add ``part``, a gradient of this rank's in any form, to ``param.grad``."""
+    if param.grad is None:
+        param.grad = part if times == 1 else part * times
+        return
+    grad = settled(param.grad, param)
+    if grad.is_sparse and not part.is_sparse:
+        grad = (part * times).add_(grad)
+    else:
+        local(grad).add_(local(part), alpha=times)
+    param.grad = grad

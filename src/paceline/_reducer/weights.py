@@ -3,20 +3,23 @@
 A plain pass counts as 1 and is added to ``.grad`` by autograd. A *weighted* pass counts as what the
 user said, the number of samples for instance, so its gradient must be multiplied before it is added
 to anything. For the time of the pass, whatever ``.grad`` held is therefore put aside: ``gathered``,
-the sum of the weighted passes since the last average, and ``base``, what was averaged before them
-and must not be weighted again.
+the sum of the weighted passes since the last average, and ``base``, what was there before the first
+of them: an earlier average, or gradients of this rank alone. What a rank gives is
+``gathered + w * g + total * base``, so ``base`` counts as it does in a plain pass: the mean over
+ranks is ``sum(total * (base + mean of its passes)) / sum(total)``. An average, equal on all ranks,
+stays what it is, whatever they add to it; what differs is equal afterwards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from .._torch.tensors import values_of, version_of
-from .tensors import local
+from .tensors import add_part, local
 
 
 @dataclass(eq=False, slots=True)
@@ -90,11 +93,26 @@ class Ledger:
             local(before).add_(local(grad), alpha=self.weight)
             param.grad = before
 
+    def give(self, number: int, param: nn.Parameter) -> bool:
+        """Make ``.grad`` what this rank gives to the average; True if no weighted pass came by it.
+
+        A rank that counts nothing gives nothing of what it held either.
+        """
+        self.fold(number, param)
+        held, weight = self.base.get(number), self.total + self.weight
+        untouched = held is not None and param.grad is None
+        if held is not None and weight:
+            add_part(param, held, weight)
+        return untouched
+
     def end(self, params: Sequence[nn.Parameter]) -> None:
         """A weighted pass that is not averaged is over."""
         for number, param in enumerate(params):
             self.fold(number, param)
         self.total += self.weight
+        if not self.total:  # as if it had not been
+            self._put_back(self.base, params)
+            self.base = {}
         self._note_versions(params)
         self._close()
 
@@ -121,14 +139,10 @@ class Ledger:
         if mean > 0:
             self.unit *= 2.0 ** round(math.log2(mean))
 
-    def settle(self, params: Sequence[nn.Parameter]) -> None:
-        """All was averaged: add what was put aside before."""
-        for number, grad in self.base.items():
-            param = params[number]
-            if param.grad is None:
-                param.grad = grad
-            else:
-                local(param.grad).add_(local(grad))
+    def settle(self, params: Sequence[nn.Parameter], sent: Container[int]) -> None:
+        """All that was ``sent`` is averaged; the rest of what was put aside comes back."""
+        rest = {number: grad for number, grad in self.base.items() if number not in sent}
+        self._put_back(rest, params)
         self.forget()
 
     def cancel(self, params: Sequence[nn.Parameter]) -> None:
@@ -136,6 +150,10 @@ class Ledger:
         for number, grad in (*self.gathered.items(), *self.base.items()):
             params[number].grad = grad
         self.gathered, self.base, self.open = {}, {}, False
+
+    def _put_back(self, aside: dict[int, Tensor], params: Sequence[nn.Parameter]) -> None:
+        for number, grad in aside.items():
+            add_part(params[number], grad)
 
     def forget(self) -> None:
         """Nothing is owed any more."""
