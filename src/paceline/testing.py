@@ -38,7 +38,7 @@ from typing_extensions import Self
 
 from paceline.errors import PeerDiedError, PeerLeftError, RanksFailedError
 from paceline.groups import Call, Engine, Group, new_group
-from paceline.recorder import finish_explaining
+from paceline.recorder import finish_explaining, frames
 
 __all__ = ["Cue", "Meeting", "fail_on_cue", "hold_on_cue", "run_ranks", "spawn_ranks"]
 
@@ -172,7 +172,7 @@ class _Thread(threading.Thread, Generic[R]):
 
     def hang(self, why: str) -> None:
         """Settle that it hangs, and where."""
-        frame = sys._current_frames().get(self.ident or 0)
+        frame = frames().get(self.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(it has just ended)"
         self._fail(f"{why}. Its stack:\n{stack}", time.monotonic())
 

@@ -400,3 +400,68 @@ def test_groups_of_different_kinds_do_not_merge() -> None:
             part.merge(store, 2, timeout=LONG, backend=backend)
 
     run_ranks(2, one_rank)
+
+
+# -- new_group ------------------------------------------------------------------------------------
+
+
+def _impatient(meeting: Meeting, backend: str) -> int:
+    """Rank 0 tries and gives up, twice, before rank 1 comes for the first time."""
+    store = meeting.store(LONG)
+    if meeting.rank == 0:
+        for _ in range(2):
+            with pytest.raises(RendezvousError, match="no sign of rank 1"):
+                meeting.new_group(backend, timeout=timedelta(seconds=0.1))
+        store.set("rank 0 has given up", "")
+    else:
+        store.wait(["rank 0 has given up"], LONG)
+    with meeting.new_group(backend, timeout=LONG) as group:
+        total = torch.tensor(group.rank() + 1)
+        group.all_reduce(total)
+    return int(total)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo", "auto"])
+def test_a_group_opens_however_often_each_rank_has_tried_before(backend: str) -> None:
+    assert spawn_ranks(2, _impatient, backend, deadline=60) == [3, 3]
+
+
+def test_a_rank_whose_time_was_over_is_not_called_missing_by_those_that_it_left() -> None:
+    store, waits = HashStore(), threading.Event()
+
+    class Tells(Meetings):
+        def _enter(self, *args: object) -> int:
+            try:
+                return super()._enter(*args)  # type: ignore[arg-type]
+            finally:
+                waits.set()
+
+    def leave_first() -> None:
+        with pytest.raises(RendezvousError):
+            _meetings(store, 0, [0, 1, 2], timedelta(seconds=0.2)).arrive()
+
+    leaving = threading.Thread(target=leave_first)
+    options = {"rank": 1, "name": "1", "names": ["0", "1", "2"]}
+    stays = Tells(store, "0,1,2", 3, timedelta(seconds=1), **options)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stays.arrive)
+        assert waits.wait(LONG.total_seconds())
+        leaving.start()
+        with pytest.raises(RendezvousError, match=r"after 1 s no sign of rank 2\. "):
+            found.result(LONG.total_seconds())
+    leaving.join(LONG.total_seconds())
+
+
+def test_groups_that_threads_open_at_the_same_time_are_groups_of_all_ranks() -> None:
+    store, together = HashStore(), threading.Barrier(4)
+
+    def open_one(rank: int) -> tuple[int, int]:
+        together.wait(LONG.total_seconds())
+        with new_group("threads", LONG, store=store, rank=rank, world_size=2) as group:
+            total = torch.tensor(10**rank)
+            group.all_reduce(total)
+        return rank, int(total)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(open_one, [0, 0, 1, 1]))
+    assert found == [(0, 11), (0, 11), (1, 11), (1, 11)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,9 +13,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from .._torch.c10d import current_group, default_group, leave_recording_to, set_current_group
 from ..errors import RendezvousError, UnsupportedError
-from .backends import factory_of
+from .backends import EngineBackend, factory_of
 from .engines import offers as offers  # registers what we have
 from .group import Group
+from .meetings import Meetings
 from .strict import Checks, check_setting
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default
@@ -69,11 +70,18 @@ def new_group(
             rank,
         )
     store.set_timeout(timeout)
-    key = f"paceline/{'all' if ranks is None else ','.join(map(str, members))}"
-    turn = store.add(f"{key}/turn/{rank}", 1)  # so that a store serves any number of groups
-    corner = PrefixStore(f"{key}/{turn}", store)
-    check_setting(checks, corner, members.index(rank), len(members))
-    group = factory(corner, members.index(rank), len(members), timeout, device, **options)
+
+    def open_in(corner: Store) -> ProcessGroup:
+        check_setting(checks, corner, members.index(rank), len(members))
+        return factory(corner, members.index(rank), len(members), timeout, device, **options)
+
+    key = "all" if ranks is None else ",".join(map(str, members))
+    corner = PrefixStore("paceline", store)
+    if isinstance(factory, EngineBackend) and factory.peers:
+        group = _meet_and_open(open_in, corner, key, rank, members, timeout)
+    else:  # it need not have any: a turn for each call, so that a store serves any number of groups
+        turn = corner.add(f"{key}/turn/{rank}", 1)
+        group = open_in(PrefixStore(f"{key}/{turn}", corner))
     if isinstance(group, Group):
         group.set_checks(checks)
     elif checks == "strict":
@@ -82,6 +90,24 @@ def new_group(
     if ranks is not None and isinstance(group, Group):
         group.number_members(members)
     return group  # type: ignore[return-value]
+
+
+def _meet_and_open(
+    open_in: Callable[[Store], ProcessGroup],
+    store: Store,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    timeout: timedelta,
+) -> ProcessGroup:
+    """Open a group once all members are there, however often each of them has tried before."""
+
+    def meetings() -> Meetings:  # to come and to open have each their time
+        names = [str(member) for member in members]
+        return Meetings(store, key, len(members), timeout, rank=rank, name=str(rank), names=names)
+
+    place = meetings().arrive()
+    return meetings().open(place, open_in)[1]
 
 
 def _meet(

@@ -1,8 +1,8 @@
 """Meetings: how ranks that go on together come to one new engine, or all to none.
 
-Ranks that call ``split``, ``merge`` or ``reconfigure`` may do so after different numbers of failed
-tries. So nobody counts its own: the meetings of the same ranks for the same purpose are numbered in
-the store, and whoever comes joins the first that is open.
+Ranks that call ``new_group``, ``split``, ``merge`` or ``reconfigure`` may do so after different
+numbers of failed tries. So nobody counts its own: the meetings of the same ranks for the same
+purpose are numbered in the store, and whoever comes joins the first that is open.
 
 **A meeting** has two words in the store, each written once, by ``compare_set``, so that all ranks
 read the same. The *gate* says that it is full, written by the last to come, or who left before; a
@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
 from ..errors import RendezvousError
-from .engine import Engine
 
 _FULL, _GO = "full", "go"
 _GRACE = timedelta(seconds=2)
@@ -36,6 +36,16 @@ _REMEDY = (
     "Look at the output of the missing ranks. It can be called again, by each rank as often as it "
     "needs to: they meet once all wait with the same members."
 )
+
+
+class Ends(Protocol):
+    """What ranks open in a meeting: an engine, or a group."""
+
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+E = TypeVar("E", bound=Ends)
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
@@ -91,6 +101,7 @@ class Meetings:
         self._size, self._rank, self._name, self._names = size, rank, name, names
         self._seconds = timeout.total_seconds()
         self._end = time.monotonic() + self._seconds
+        self._seen: set[str] = set()  # names of those that came to a meeting this one waited in
 
     # -- coming -------------------------------------------------------------------------------
 
@@ -116,19 +127,27 @@ class Meetings:
                 raise
             if gate == _FULL:
                 return Place(number, before)
+            self._look_around(meeting)
             if isinstance(gate, Left) and gate.final:
                 raise self._ended(gate)
 
+    def _look_around(self, meeting: Store) -> None:
+        """Note who is here: whoever left because its time was over is not missing."""
+        self._seen.update(name for name in self._names if meeting.check([f"here/{name}"]))
+
     def _first_open(self) -> int:
+        """Of those where nobody is under this name: another thread of this rank may wait there."""
         number = self._store.add("closed", 0)  # may lag: who counts may die before it does
-        while self._store.check([f"{number}/gate"]):
+        while self._store.check([f"{number}/gate"]) or not self._is_first_at(number):
             number += 1
         return number
+
+    def _is_first_at(self, number: int) -> bool:
+        return self._store.add(f"{number}/here/{self._name}", 1) == 1
 
     def _enter(self, meeting: Store, card: Arrival) -> int:
         before = meeting.add("came", card.ranks) - card.ranks
         _put(meeting, f"card/{before}", card)
-        meeting.set(f"here/{self._name}", "")
         if before + card.ranks > self._size:
             raise RendezvousError(
                 f"{before + card.ranks} ranks came to a meeting of {self._size}",
@@ -159,7 +178,7 @@ class Meetings:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def open(self, place: Place, opener: Callable[[Store], Engine]) -> tuple[Store, Engine]:
+    def open(self, place: Place, opener: Callable[[Store], E]) -> tuple[Store, E]:
         """Open an engine in the meeting's corner of the store; returns when every rank has."""
         meeting = PrefixStore(str(place.number), self._store)
         room = PrefixStore("room", meeting)
@@ -213,12 +232,14 @@ class Meetings:
     # -- errors -------------------------------------------------------------------------------
 
     def _nobody(self, meeting: Store) -> RendezvousError:
-        late = [name for name in self._names if not meeting.check([f"here/{name}"])]
-        if not self._names:
-            came = meeting.add("came", 0)
-            what = f"{came} of {self._size} ranks came"
-        else:
+        self._look_around(meeting)
+        late = [name for name in self._names if name not in self._seen]
+        if late:
             what = f"no sign of {'; '.join(map(self._whereabouts, late))}"
+        elif self._names:
+            what = "all ranks had come, and not all at the same time"
+        else:
+            what = f"{meeting.add('came', 0)} of {self._size} ranks came"
         return RendezvousError(f"after {self._seconds:g} s {what}", _REMEDY, self._rank)
 
     def _whereabouts(self, name: str) -> str:
@@ -239,7 +260,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
-def _end(engine: Engine) -> None:
+def _end(engine: Ends) -> None:
     """Free whoever waits for this rank's engine, and give it back."""
     engine.abort()
     engine.shutdown()

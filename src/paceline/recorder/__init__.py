@@ -12,6 +12,7 @@ from . import events
 from .export import MetricsServer, serve_metrics, to_tensorboard
 from .run import RankLog, read_run
 from .saving import rank_log, save, save_all
+from .threads import frames as frames  # for testing.py
 from .totals import Summary, Totals, summary, totals
 from .watch import configure, finish_explaining, install
 
