@@ -54,6 +54,23 @@ def backward(ddp: DDP, value: float, weight: float | None = None) -> float:
 # What the header changes is changed in its pass.
 
 
+def test_a_rank_that_asks_between_passes_does_not_change_its_unit_before_the_others() -> None:
+    def one_rank(group: Group) -> list[tuple[float, float]]:
+        ddp, rank = late(line(), group), group.rank()
+        seen = []
+        for step, weight in enumerate((1000.0, 1000.0, 9.0, 9.0, 9.0)):
+            mean = backward(ddp, 1.0 + rank, weight * (1 + rank))
+            if rank == step % 2:
+                ddp.state_dict()
+            seen.append((mean, ddp.replica.reducer.ledger.unit))
+        return seen
+
+    first, second = run_ranks(2, one_rank)
+    assert first == second
+    assert [mean for mean, _ in first] == pytest.approx([5 / 3] * 5)
+    assert len({unit for _, unit in first}) > 1, "the unit follows the weights"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_ranks_without_a_weight_divide_as_those_with_one(dtype: torch.dtype) -> None:
     def one_rank(group: Group) -> list[float]:

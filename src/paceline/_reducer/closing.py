@@ -8,7 +8,7 @@ graph reached.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +19,10 @@ from ..errors import LateGradientError, PeerError
 from ..groups import FINISHED, ReduceOp
 from . import header
 from .bucket import Bucket
-from .header import Header, Said
-from .method import Method
+from .filling import Filling
+from .header import Header, Kept, Said
 from .passes import Pass, Role
-from .tensors import divide, local
+from .tensors import local
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 class PassClosing:
     """What one rank does at the end of one pass."""
 
-    def __init__(self, reducer: Reducer, running: Pass, method: Method) -> None:
-        self._of, self._pass, self._method = reducer, running, method
+    def __init__(self, reducer: Reducer, running: Pass, filling: Filling) -> None:
+        self._of, self._pass = reducer, running
+        self._filling, self._method = filling, filling.method
         self._group, self._buckets = reducer.group, reducer.layout.buckets
         self._memory, self._rides = torch.empty(0), False  # the header's
+        self._earlier: Kept | None = None  # what ranks said in the pass before, if it is news
+        self._overdue = False  # a rank could not go on then, and nobody knew
         self._work: TorchWork = FINISHED  # the header's, if it travels alone
         ledger = reducer.ledger  # the weight of now: a program may wait long after the pass
         self._owed, self._counts = ledger.owed(), ledger.counts
-        self._late_share = method.share * ledger.weight / ledger.unit
+        self._late_share = filling.method.share * ledger.weight / ledger.unit
 
     def complete(self, *, tell_end: bool) -> None:
         """Leave the averages of all ranks in ``.grad``, or raise on all of them; all was sent."""
@@ -54,21 +57,22 @@ class PassClosing:
     def send(self) -> None:
         """Let all leave that has not left yet; waits for nobody."""
         self._pass.ended = time.perf_counter_ns()
-        runner, last = self._of.runner, self._buckets[-1]
+        filling, last = self._filling, self._buckets[-1]
         for bucket in self._buckets[self._pass.next : -1]:
-            runner.launch(bucket)
-        runner.take_rest(last)
-        self._look_around()
+            filling.launch(bucket)
+        at_once = not last.taken  # then nothing can have come in between
+        filling.take_rest(last)
+        self._look_around(self._buckets[:-1] if at_once else self._buckets)
         self._memory, self._rides = self._header_memory(last)
         if self._rides or self._method.prompt:
             self._write_header(self._memory)
         if self._method.prompt and not self._rides:
             self._start_header()
-        runner.launch(last)
+        filling.launch(last)
 
     def _wait(self) -> Header | None:
         for bucket in self._buckets:
-            with self._of.runner.noting_failure():
+            with self._filling.noting_failure():
                 self._of.diary.wait(bucket)
         if not self._rides and not self._method.prompt:
             self._write_header(self._memory)
@@ -80,11 +84,12 @@ class PassClosing:
         method = self._method
         self._work = self._group.start_all_reduce(self._memory, method.op, quiet=method.quiet)
 
-    def _look_around(self) -> None:
-        """Note what is absent and what came late, and whether that is allowed."""
+    def _look_around(self, left: Sequence[Bucket]) -> None:
+        """Note what is absent, and what came late to buckets that had ``left``; is it allowed?"""
         running = self._pass
         for bucket in self._buckets:
             running.absent.update(bucket.numbers[slot] for slot in bucket.absent)
+        for bucket in left:
             for slot in [s for s, param in enumerate(bucket.params) if param.grad is not None]:
                 param = bucket.params[slot]
                 assert param.grad is not None
@@ -132,26 +137,36 @@ class PassClosing:
     def _read_header(self, memory: Tensor) -> Header | None:
         """What the ranks said; None while a device has not got that far and nothing hangs on it.
 
-        Then the next pass has it (``Runner.hear_earlier``). Until then it counts all the same:
-        means are divided on the device.
+        Then the end of the next pass has it. Until then it counts all the same: means are divided
+        on the device.
         """
         running, of = self._pass, self._of
+        self._hear_earlier()
         if self._listens:
             return of.mailbox.read(memory, self._method.ranks)
         running.header = memory
-        of.mailbox.keep(memory)
+        of.mailbox.keep(memory, of.ledger.unit)
         special = running.absent or running.late or running.trouble or of.observers.see_buckets
         if special or of.mailbox.by_active or of.heeds():
             return of.mailbox.read(memory, self._method.ranks)
         return None
+
+    def _hear_earlier(self) -> None:
+        """Read what the pass before kept, now that this one has been sent.
+
+        A device that is behind has got that far by now, so that nobody waits for it.
+        """
+        mailbox, ranks = self._of.mailbox, self._method.ranks
+        self._overdue = mailbox.has_failed(ranks)
+        self._earlier = mailbox.earlier(ranks)
+        mailbox.forget()
 
     def _divide(self, told: Header | None) -> None:
         """The mean of ``w g`` over the mean of ``w``; of plain passes, that of the active ranks."""
         ranks, memory = self._method.ranks, self._pass.header
         by_active = self._of.mailbox.by_active
         if memory is not None:
-            divisor = header.divisor(memory, ranks, by_active=by_active)
-            divide([bucket.means for bucket in self._buckets], divisor)
+            self._of.mailbox.divide([bucket.means for bucket in self._buckets], memory, ranks)
         if memory is not None or told is None or not (told.weighted or by_active):
             return
         weight = told.weight if told.weighted else len(told.active_ranks()) / ranks
@@ -164,7 +179,7 @@ class PassClosing:
 
     def _refuse_overdue(self) -> None:
         """Raise what was not known in the pass before; not earlier, so that this one is whole."""
-        if self._pass.overdue:
+        if self._overdue:
             raise PeerError(self._group.rank(), {}, "in the pass before this one")
 
     def _refuse_trouble(self, told: Header | None) -> None:
@@ -225,9 +240,12 @@ class PassClosing:
         self._buckets[bucket].add(slot, total)
 
     def _settle_weights(self, told: Header | None) -> None:
-        ledger = self._of.ledger
+        """Everybody has read the same by now, so that all choose one unit for the next pass."""
+        ledger, earlier = self._of.ledger, self._earlier
         if told is not None and told.weighted and self._listens:
             ledger.choose_unit(told.weight)
+        elif earlier is not None and earlier.header is not None and earlier.header.weighted:
+            ledger.choose_unit(earlier.header.weight, of=earlier.unit)
         if not self._pass.gives:
             return
         ledger.plain = 0

@@ -144,8 +144,7 @@ class Facts:
         mailbox, group = self.mailbox, self.group
 
         def hear() -> None:
-            earlier = mailbox.earlier(group.size())
-            if earlier is not None and (earlier.trouble or earlier.late):
+            if mailbox.has_failed(group.size()):
                 raise PeerError(group.rank(), {}, "in the last pass")
 
         return hear

@@ -149,7 +149,7 @@ class Finalization:
         """End the pass though its backward pass goes on: with other work, not with gradients."""
         of = self._of
         nested = running.task != current_task()
-        if self.after_backward or nested or not of.runner.is_complete():
+        if self.after_backward or nested or not of.runner.filling.is_complete():
             raise ModuleStateError(
                 "finalize_backward() called before all DDP buckets were ready. "
                 f"next_bucket_={running.next} buckets_.size()={len(of.layout.buckets)}. Call "

@@ -104,10 +104,10 @@ class Handed:
                     self._give(number, grad)
                     by_bucket.setdefault(index, []).append(slot)
             for index, slots in by_bucket.items():
-                reducer.runner.take(self.buckets[index], slots)
+                reducer.runner.filling.take(self.buckets[index], slots)
             if reducer.listeners.noting:
                 running.arrival.extend(numbers)
-            reducer.runner.advance()
+            reducer.runner.filling.advance(len(self.buckets) - 1)
 
     def _give(self, number: int, grad: Tensor) -> None:
         """Let ``.grad`` be what is to be averaged: what was gathered before counts too."""

@@ -8,19 +8,20 @@ reached it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_FIXED = 4
+from .dividing import FIXED, Divider
+
 _IDLE = 2.0**-20  # above zero, and too little to count as use
 
 
 def length(ranks: int, params: int) -> int:
     """How many elements a header for so many ranks and parameters has."""
-    return _FIXED + ranks + params
+    return FIXED + ranks + params
 
 
 def can_ride(dtype: torch.dtype) -> bool:
@@ -43,9 +44,9 @@ class Header:
     def read(cls, memory: Tensor, ranks: int) -> Header:
         """From the reduced elements; waits for the device they are on."""
         values = memory.tolist()
-        trouble, late, weighted = (value > 0 for value in values[1:_FIXED])
-        start = _FIXED + ranks
-        active, shares = values[_FIXED:start], values[start:]
+        trouble, late, weighted = (value > 0 for value in values[1:FIXED])
+        start = FIXED + ranks
+        active, shares = values[FIXED:start], values[start:]
         return cls(values[0], trouble, late, weighted, active, shares)
 
     @property
@@ -97,12 +98,12 @@ class Said:
 def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
     """Say it; ``scale`` is what gradients are multiplied by on the way to a mean."""
     memory.fill_(scale)
-    start = _FIXED + ranks
+    start = FIXED + ranks
     fixed = torch.zeros(start, dtype=memory.dtype)
     first = [said.weight, said.trouble, said.late, said.weighted]
-    fixed[:_FIXED] = torch.tensor(first, dtype=memory.dtype) * scale
+    fixed[:FIXED] = torch.tensor(first, dtype=memory.dtype) * scale
     if said.active is not None:
-        fixed[_FIXED + said.active] = 0.5 if said.owing else 1.0
+        fixed[FIXED + said.active] = 0.5 if said.owing else 1.0
     memory[:start].copy_(fixed)
     for numbers, value in ((said.absent, 0.0), (said.idle, _IDLE * scale)):
         if numbers:
@@ -110,17 +111,15 @@ def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
             memory.index_fill_(0, where, value)
 
 
-def divisor(memory: Tensor, ranks: int, *, by_active: bool) -> Tensor:
-    """What means are divided by, worked out where the header is: nobody waits for a device.
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What ranks said in a pass, on its way from the device."""
 
-    Infinite when a rank cannot go on: what the others have is half a gradient, and becomes zeros.
-    """
-    flags = memory[1:_FIXED] > 0  # trouble, late, weighted
-    plain: Tensor | float = 1.0
-    if by_active:
-        plain = (memory[_FIXED : _FIXED + ranks] > 0).sum().to(memory.dtype) / ranks
-    weight = torch.where(flags[2], memory[0], plain).clamp_min(torch.finfo(memory.dtype).tiny)
-    return torch.where(flags[:2].any(), torch.inf, weight)
+    copy: Tensor
+    event: torch.cuda.Event | None
+    unit: float  # of the weights in it
+    header: Header | None = None  # once somebody has waited for it
+    heard: bool = False  # somebody was told if a rank could not go on
 
 
 class Mailbox:
@@ -131,7 +130,8 @@ class Mailbox:
         self.by_active = False  # a plain mean is one over the ranks that are active
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
         self._latest: tuple[Tensor, Header] | None = None  # read last: mostly it comes again
-        self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._kept: Kept | None = None  # of the last pass
+        self._divider = Divider()
 
     def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
         """Say this rank's part; what is usual is kept ready."""
@@ -153,7 +153,7 @@ class Mailbox:
             latest = self._latest = copy, Header.read(memory, ranks)
         return latest[1]
 
-    def keep(self, memory: Tensor) -> None:
+    def keep(self, memory: Tensor, unit: float) -> None:
         """Let :meth:`earlier` have what the ranks said, once the device has got that far."""
         event = None
         if memory.is_cuda:
@@ -163,20 +163,32 @@ class Mailbox:
             event.record()
         else:
             copy = memory.clone()
-        self._unread = copy, event
+        self._kept = Kept(copy, event, unit)
 
-    def earlier(self, ranks: int) -> Header | None:
-        """What was kept of the pass before; waits for the device."""
-        if self._unread is None:
-            return None
-        (copy, event), self._unread = self._unread, None
-        if event is not None:
-            event.synchronize()
-        return Header.read(copy, ranks)
+    def divide(self, means: Sequence[Tensor], memory: Tensor, ranks: int) -> None:
+        """Divide means as the ranks said, on their device; what it says need not be read."""
+        self._divider.divide(means, memory, ranks, self.by_active)
+
+    def earlier(self, ranks: int) -> Kept | None:
+        """What was kept of the last pass, with its header; waits for the device."""
+        kept = self._kept
+        if kept is not None and kept.header is None:
+            if kept.event is not None:
+                kept.event.synchronize()
+            kept.header = Header.read(kept.copy, ranks)
+        return kept
+
+    def has_failed(self, ranks: int) -> bool:
+        """Whether a rank could not go on in the last pass and nobody was told; waits as well."""
+        kept = self.earlier(ranks)
+        if kept is None or kept.header is None or kept.heard:
+            return False
+        kept.heard = True
+        return kept.header.trouble or kept.header.late
 
     def forget(self) -> None:
         """What was kept is known."""
-        self._unread = None
+        self._kept = None
 
     def successor(self) -> Mailbox:
         """One for other parameters, under the same rules."""
@@ -186,4 +198,4 @@ class Mailbox:
 
     def begin_anew(self) -> None:
         """Headers will be others than those so far; whoever holds the mailbox still does."""
-        self._usual, self._latest, self._unread = torch.empty(0), None, None
+        self._usual, self._latest, self._kept = torch.empty(0), None, None

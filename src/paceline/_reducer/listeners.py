@@ -155,7 +155,7 @@ class Listeners:
         def came(_param: Tensor) -> None:
             reducer = reference()
             if reducer is not None and reducer.runner.fills():
-                reducer.runner.take_at_once(number)
+                reducer.runner.filling.take_at_once(number)
 
         return came
 
@@ -190,7 +190,7 @@ class Listeners:
             seen = reducer.runner.running.seen
             seen[number] += 1
             if seen[number] == times:
-                reducer.runner.act(bucket, slot if large else None, completes=completes)
+                reducer.runner.filling.act(bucket, slot if large else None, completes=completes)
 
         return came
 

@@ -117,6 +117,7 @@ class Pass:
     task: int = -1  # torch's number of the backward pass
     ending: Callable[[], object] = object  # None once a backward pass has ended without us
     next: int = 0  # the bucket whose turn it is
+    complete: int = 0  # buckets before this one have had the gradient that comes last in them
     arrival: list[int] = field(default_factory=list)  # while learning: parameters, as they came
     seen: Counter[int] = field(default_factory=Counter)  # how often, for those that tell
     failure: Exception | None = None  # what this rank raises at the end
@@ -125,7 +126,6 @@ class Pass:
     idle: set[int] = field(default_factory=set)  # have a gradient that this pass did not touch
     absent: set[int] = field(default_factory=set)  # have none
     late: dict[int, Tensor] = field(default_factory=dict)  # came after their bucket had left
-    overdue: bool = False  # a rank was in trouble in the pass before, and nobody knew
     header: Tensor | None = None  # what the ranks said, on the device
     divisor: float = 1.0  # beyond the number of ranks
     began: int = field(default_factory=time.perf_counter_ns)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 from .._torch.autograd import call_after_backward, current_task
 from ..errors import PacelineError, PeerError, UnweighableError
 from ..groups import ReduceOp
-from .bucket import Bucket, Phase
 from .closing import PassClosing
+from .filling import Filling
 from .header import Header
-from .method import Method
 from .passes import Before, Pass, Role, State
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ class Runner:
         self.passes = 0  # that have ended, well or badly
         self.error = ""  # what went wrong last
         self.handed_task = -1  # torch's number of a backward pass whose gradients a graph gave
-        self._method: Method | None = None  # of the pass that has begun
+        self._filling: Filling | None = None  # of the pass that has begun
         self._closing: PassClosing | None = None  # of the pass that was sent last
         self._retired = False
 
@@ -49,10 +47,10 @@ class Runner:
         return self.current is not None and self.current.has_begun
 
     @property
-    def method(self) -> Method:
-        """How gradients of the pass that runs are exchanged."""
-        assert self._method is not None
-        return self._method
+    def filling(self) -> Filling:
+        """The gradients of the pass that has begun, and its buckets."""
+        assert self._filling is not None
+        return self._filling
 
     def retire(self) -> None:
         """Run no pass any more."""
@@ -191,31 +189,17 @@ class Runner:
             untouched = entering.before.untouched(of.params)
             of.settle_plan()
             entering.before, entering.plain = Before(of.params, untouched), False
-        self._method = of.choose_method()
+        self._filling = Filling(of, entering, of.choose_method())
         if of.listeners.learning and (of.comm_hook is not None or of.layout.narrow):
             self._agree_on_unit()
         if of.ledger.weighs and not of.ledger.open:
             of.ledger.begin(of.params)
-        entering.overdue = self._hear_earlier()
         if entering.state is not State.EXCHANGING:
             entering.move(State.FILLING)
 
-    def _hear_earlier(self) -> bool:
-        """Read what the pass before kept; whether it says that a rank could not go on.
-
-        Weights change their unit only here where headers are read late: all ranks have it by now.
-        """
-        earlier = self._of.mailbox.earlier(self._of.group.size())
-        if earlier is None:
-            return False
-        failed = earlier.trouble or earlier.late
-        if earlier.weighted and not failed:
-            self._of.ledger.choose_unit(earlier.weight)
-        return failed
-
     def hear(self) -> None:
         """Raise if a rank could not go on in the last pass and this is not known; may wait."""
-        if self._hear_earlier():
+        if self._of.mailbox.has_failed(self._of.group.size()):
             raise PeerError(self._of.group.rank(), {}, "in the last pass")
 
     def _agree_on_unit(self) -> None:
@@ -224,113 +208,6 @@ class Runner:
         self._of.group.all_reduce(most, ReduceOp.MAX)
         ledger.unit = 1.0
         ledger.choose_unit(float(most))
-
-    def take_at_once(self, number: int) -> None:
-        """Give the memory of a gradient back; if it comes again in this pass, it comes late."""
-        place = self._of.layout.place.get(number)
-        if place is not None:
-            bucket, slot = self._of.layout.buckets[place[0]], place[1]
-            if bucket.phase is Phase.FILLING and slot not in bucket.taken:
-                with torch.no_grad():
-                    self.take(bucket, [slot])
-
-    def act(self, index: int, slot: int | None, *, completes: bool) -> None:
-        """Take a large gradient, if ``slot`` says so, and send off what is complete now."""
-        bucket = self._of.layout.buckets[index]
-        with torch.no_grad():
-            if slot is not None and bucket.phase is Phase.FILLING:
-                self.take(bucket, [slot])
-            if completes:
-                self.advance()
-
-    def advance(self) -> None:
-        """Send off full buckets whose turn it is, except the last one."""
-        running, buckets = self.running, self._of.layout.buckets
-        while running.next < len(buckets) - 1 and self._is_full(buckets[running.next]):
-            self.launch(buckets[running.next])
-        if running.next:
-            self._of.group.progress()
-            self._of.diary.looks(buckets)
-
-    def is_complete(self) -> bool:
-        """Whether a gradient has come to every parameter in the pass that runs."""
-        buckets, before = self._of.layout.buckets, self.running.before
-        left = ((b.numbers[s], b.params[s].grad) for b in buckets for s in b.missing())
-        return not any(b.absent for b in buckets) and all(before.differs(n, g) for n, g in left)
-
-    def _is_full(self, bucket: Bucket) -> bool:
-        """Whether all has come that will; if all has, and nothing is special, it is taken too."""
-        running = self.running
-        if self._is_plain and bucket.take_whole(self._scale):
-            return True
-        slots = bucket.missing()
-        if running.plain:
-            empty = [slot for slot in slots if bucket.params[slot].grad is None]
-        else:
-            numbers, params = bucket.numbers, bucket.params
-            empty = [s for s in slots if not running.before.differs(numbers[s], params[s].grad)]
-        if not empty:
-            return True
-        unused = self._of.picture.unused
-        missing = (bucket.numbers[slot] for slot in empty)
-        return not self.method.reads_late and unused.issuperset(missing)
-
-    def take(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Move these gradients in, weighted if they are to be."""
-        ledger = self._of.ledger
-        if ledger.open and self.running.gives:
-            for slot in slots:
-                if ledger.give(bucket.numbers[slot], bucket.params[slot]):
-                    self.running.idle.add(bucket.numbers[slot])
-        if slots:
-            bucket.take(slots, self._scale, plain=self._is_plain)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.running.plain and not self._of.ledger.open
-
-    @property
-    def _scale(self) -> float:
-        """What gradients are multiplied by on the way in."""
-        return self.method.scale / self._of.ledger.unit
-
-    def take_rest(self, bucket: Bucket) -> None:
-        """Move in whatever is not in yet, and note what this pass did not touch."""
-        running = self.running
-        slots = bucket.missing()
-        if not running.plain:
-            for slot in slots:
-                number, grad = bucket.numbers[slot], bucket.params[slot].grad
-                if grad is not None and not running.before.differs(number, grad):
-                    running.idle.add(number)
-        self.take(bucket, slots)
-
-    def launch(self, bucket: Bucket) -> None:
-        """Send a bucket off."""
-        running, of, hook = self.running, self._of, self.method.hook
-        of.diary.fills(bucket)
-        self.take_rest(bucket)
-        of.diary.launches(bucket)
-        running.first_launch = running.first_launch or time.perf_counter_ns()
-        if hook is None:
-            bucket.launch(of.group, average=self.method.native, quiet=self.method.quiet)
-        else:
-            weight = of.ledger.owed() if running.gives else 0.0
-            last = bucket is of.layout.buckets[-1]
-            with self.noting_failure():
-                bucket.launch_hook(hook.call, last=last, weight=weight)
-        of.diary.launched()
-        running.next += 1
-
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """What a hook raises waits for the end of the pass: the other ranks are to hear of it."""
-        try:
-            yield
-        except Exception as error:
-            if self.method.hook is None:
-                raise
-            self.running.fail(error, f"{type(error).__name__} in its hook: {error}")
 
     # -- its end ------------------------------------------------------------------------------
 
@@ -359,7 +236,7 @@ class Runner:
     def end(self) -> None:
         """All gradients have come: wait for the averages, or leave that to the program."""
         if self._of.finalization.required:
-            self._method = self.method.unattended()
+            self.filling.method = self.filling.method.unattended()
             self.send()
         else:
             self.finish()
@@ -368,7 +245,7 @@ class Runner:
         """Let all leave that is left; :meth:`finish` waits for the averages."""
         sending = self.running
         sending.move(State.EXCHANGING)
-        self._closing = PassClosing(self._of, sending, self.method)
+        self._closing = PassClosing(self._of, sending, self.filling)
         try:
             self._closing.send()
             sending.move(State.SENT)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .._exchange import strides_of
-from .._torch import foreach
 from .._torch.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -56,18 +54,6 @@ def like(view: Tensor, param: Tensor) -> Tensor:
         shape=sharded.shape,
         stride=sharded.stride(),
     )
-
-
-def divide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divide ``tensors`` in place by one number on their device, in at least 32 bits."""
-    wide = [t for t in tensors if not t.is_sparse and t.dtype.itemsize >= 4]
-    if wide:
-        foreach.div_(wide, divisor)
-    for tensor in tensors:
-        if tensor.is_sparse:
-            tensor.div_(divisor)
-        elif tensor.dtype.itemsize < 4:
-            tensor.copy_(tensor.float().div_(divisor))
 
 
 def add_to_grad(param: Tensor, total: Tensor, *, sparse: bool) -> None:

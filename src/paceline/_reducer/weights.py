@@ -134,10 +134,13 @@ class Ledger:
         """The weight of what is sent now, in units."""
         return (self.total + self.weight) / self.unit if self.open else 1.0 / self.unit
 
-    def choose_unit(self, mean: float) -> None:
-        """For the next pass; ``mean`` is that of what ranks owed, so all choose the same."""
+    def choose_unit(self, mean: float, *, of: float | None = None) -> None:
+        """For the next pass; ``mean`` is that of what ranks owed, so all choose the same.
+
+        ``of``: the unit it is a multiple of, if not that of now.
+        """
         if mean > 0:
-            self.unit *= 2.0 ** round(math.log2(mean))
+            self.unit = (of or self.unit) * 2.0 ** round(math.log2(mean))
 
     def settle(self, params: Sequence[nn.Parameter], sent: Container[int]) -> None:
         """All that was ``sent`` is averaged; the rest of what was put aside comes back."""
