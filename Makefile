@@ -1,27 +1,31 @@
 # Every target works from a fresh clone: the first one run makes the environment in .venv.
 
 PYTHON ?= python3
-# Pinned so that pip takes one known build. The supported range is torch>=2.11,<2.14; to try another:
-#   make setup TORCH=torch==2.11.0
-# The choice is kept in .venv/.torch, so later targets stay with it.
-CHOSEN := $(shell cat .venv/.torch 2>/dev/null)
+# Pinned so that pip takes one known build. The supported range is torch>=2.11,<2.16; to try another:
+#   make setup TORCH=torch==2.15.0
+# The choice is kept in .venv/.torch, so later targets stay with it. Or beside it: make versions.
+VENV ?= .venv
+CHOSEN := $(shell cat $(VENV)/.torch 2>/dev/null)
 TORCH ?= $(or $(CHOSEN),torch==2.13.0)
 
 # Files of tests that run at a time; most tests start processes of their own.
 JOBS ?= 2
 
+# What make versions tests with.
+VERSIONS ?= 2.13.0 2.15.0
+
 # Compiled modules are kept: most tests start processes, and each would compile all it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-BIN := .venv/bin
-READY := .venv/.ready
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Modules are compiled when they are first imported; to compile all of them takes half a minute.
 INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned slow sanitize check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned versions slow sanitize check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -36,6 +40,11 @@ test: $(READY) ## run the tests
 
 test-pinned: $(READY) ## run the tests with ranks on unequal cores: odd ranks on one each, even ones on all
 	$(BIN)/python -m pytest --pinned -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+versions: ## run the tests with each torch of VERSIONS, in environments .venv-2.13.0 and so on
+	@for version in $(VERSIONS); do \
+	  $(MAKE) --no-print-directory setup VENV=.venv-$$version TORCH=torch==$$version || exit 1; done
+	@$(PYTHON) tests/versions.py --jobs $(JOBS) $(if $(SAVE),--save $(SAVE)) $(VERSIONS)
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow
@@ -71,7 +80,7 @@ bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/step.py
 
 clean: ## remove the environment and everything built
-	rm -rf .venv .venv-peers build dist src/*.egg-info src/paceline/_transport/*.so
+	rm -rf .venv .venv-* build dist src/*.egg-info src/paceline/_transport/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -87,11 +96,11 @@ endif
 
 # torch comes first and the package is built without isolation, so torch is fetched once.
 $(READY): pyproject.toml setup.py $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) "setuptools>=77" wheel
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@test -e src/paceline/_transport/_shm.so || echo "note: built without the shared-memory" \
 	  "library; to see why: $(BIN)/pip install -v --no-build-isolation --no-deps -e ."
-	@echo "$(TORCH)" > .venv/.torch
+	@echo "$(TORCH)" > $(VENV)/.torch
 	@touch $@

@@ -40,22 +40,25 @@ def _is_command_line() -> bool:
 
 
 if not _is_command_line():
-    from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim, recorder
-    from .ddp import DistributedDataParallel, SyncBatchNorm, replicate
-    from .groups import (
-        Group,
-        ProcessGroup,
-        ProcessGroupFactory,
-        ReduceOp,
-        Store,
-        Work,
-        current_process_group,
-        new_group,
-        process_group,
-        register_backend,
-    )
-    from .install import install, uninstall
-    from .join import Join, Joinable, JoinHook
+    from ._torch.versions import blaming_untested
+
+    with blaming_untested():
+        from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim, recorder
+        from .ddp import DistributedDataParallel, SyncBatchNorm, replicate
+        from .groups import (
+            Group,
+            ProcessGroup,
+            ProcessGroupFactory,
+            ReduceOp,
+            Store,
+            Work,
+            current_process_group,
+            new_group,
+            process_group,
+            register_backend,
+        )
+        from .install import install, uninstall
+        from .join import Join, Joinable, JoinHook
 
 __version__ = "0.1.0.dev0"
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.cli.doctor import command
-from paceline.cli.doctor.advice import advise, pick, version_of
+from paceline.cli.doctor.advice import advise, pick
 from paceline.cli.doctor.facts import MachineFacts, gather, launchers_in, settings_in
 from paceline.cli.doctor.machine import (
     Cores,
@@ -84,7 +84,7 @@ def test_a_healthy_machine_needs_no_advice() -> None:
     ("change", "part"),
     [
         ({"torch": "2.9.1"}, "torch is 2.9.1; paceline is tested with 2.11"),
-        ({"torch": "2.14.0"}, "torch is 2.14.0"),
+        ({"torch": "2.16.0"}, "torch is 2.16.0; paceline is tested with 2.11 to 2.15"),
         ({"engines": NO_SHM}, "pip install --force-reinstall"),
         ({"engines": NO_SHM, "compiler": ""}, "apt install gcc"),
         ({"settings": {}}, "OMP_NUM_THREADS is not set"),
@@ -146,10 +146,6 @@ def test_without_any_network_gloo_is_not_blamed_on_a_firewall() -> None:
     failed = Probe("gloo", "", False, "no interface")
     told = advise(replace(healthy(), interfaces=[]), [WELL, failed], loopback=failed)
     assert [text.split(",")[0] for text in told[1:]] == ["No network interface is up"]
-
-
-def test_a_version_is_read_from_any_build() -> None:
-    assert version_of("2.13.0+cpu") == version_of("2.13.0a0+git1234") == (2, 13)
 
 
 # -- facts ------------------------------------------------------------------------------------

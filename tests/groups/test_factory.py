@@ -75,7 +75,7 @@ def test_nccl_refuses_an_unknown_option_with_a_key_error() -> None:
     from paceline.groups.engines.nccl import open_nccl
 
     with pytest.raises(KeyError, match="Unknown option mystery") as caught:
-        open_nccl(dist.HashStore(), 0, 1, SECOND, torch.device("cuda", 0), mystery=1)
+        open_nccl("nccl", dist.HashStore(), 0, 1, SECOND, torch.device("cuda", 0), mystery=1)
     assert isinstance(caught.value, UnknownOptionError)
 
 

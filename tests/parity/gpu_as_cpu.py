@@ -27,9 +27,10 @@ def pretend(gpus: int) -> None:
     """
     # These look at the machine when they are imported, and must see it as it is.
     import torch.distributed.optim
-    import torch.testing._internal.common_cuda  # noqa: F401
+    import torch.testing._internal.common_cuda
     import torch.testing._internal.common_distributed as common_distributed
     import torch.testing._internal.common_utils as common_utils
+    import torch.utils._triton
 
     _replace_cuda(gpus)
     _replace_autocast()
@@ -37,6 +38,7 @@ def pretend(gpus: int) -> None:
     for module in (common_utils, common_distributed):
         module.TEST_CUDA = True
     common_distributed.HAS_ACCELERATOR = True
+    torch.utils._triton.has_triton = _always(False)  # it would ask the driver what a GPU can do
     _OnCpu().__enter__()  # never left
 
 
@@ -114,6 +116,9 @@ class _Nothing:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def _do_nothing(self, *args: object, **options: object) -> None:
         pass

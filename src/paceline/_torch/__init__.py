@@ -4,3 +4,7 @@ A file is an area of torch, and a door of its own: ``from .._torch.autograd impo
 says what it is for and what public thing would replace it. Where versions of torch differ, the
 choice is made here, once. torch 2.11 to 2.15.
 """
+
+from .versions import refuse_older
+
+refuse_older()

@@ -139,8 +139,12 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 def number_calls(engine: Any) -> None:
-    """Let an engine that nobody's ``new_group`` opened number its collectives, as torch's does."""
-    engine._set_sequence_number_for_group()
+    """Let an engine that nobody's ``new_group`` opened number its collectives, as torch's does.
+
+    2.15 numbers them from 0 without being told, and warns whoever tells it.
+    """
+    if "_set_sequence_number_for_group" in _python._new_process_group_helper.__code__.co_names:
+        engine._set_sequence_number_for_group()
 
 
 def lend(group: ProcessGroup, device: torch.device, kind: Any, engine: Any) -> None:

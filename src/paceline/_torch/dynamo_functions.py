@@ -73,8 +73,19 @@ def _is_for_us(tx: Any, function: Any, args: Any, kwargs: Any) -> bool:
         return False
     if "p2p_op_list" in given:
         items = getattr(given["p2p_op_list"].realize(), "items", [])
-        return bool(items) and _is_ours(items[0].realize().var_getattr(tx, "group"))
+        return bool(items) and _is_ours(_traced_group(tx, items[0]))
     return _is_ours(given.get("group"))
+
+
+def _traced_group(tx: Any, operation: Any) -> Any:
+    """The group of a traced P2POp; as a function, since reading has another name in each torch."""
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    return UserFunctionVariable(_group_of).call_function(tx, [operation], {})
+
+
+def _group_of(operation: Any) -> Any:
+    return operation.group
 
 
 def _is_ours(variable: Any) -> bool:

@@ -26,6 +26,7 @@
     │       │   └── MonitoredBarrierError  …to a monitored barrier
     │       └── GroupClosedError       this rank shut the group down, or aborted it
     │           └── ForkedError        a forked child used a group of its parent
+    ├── NotANumberError            a NaN given to a collective (a check of torch's) (RuntimeError)
     ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
     ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
     ├── ModuleArgumentError        a bad argument of DistributedDataParallel    (ValueError)
@@ -76,6 +77,7 @@
     ├── DamagedLogError            a rank's log that cannot be read             (ValueError)
     ├── LogVersionError            …or that another version wrote               (ValueError)
     ├── IntegrationMissingError    a library that is not installed              (ImportError)
+    ├── UnsupportedTorchError      a torch that is too old, or far too new      (ImportError)
     ├── BucketPhaseError           a bug of ours in the life of a bucket        (RuntimeError)
     ├── PassStateError             a bug of ours in the life of a pass          (RuntimeError)
     └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
@@ -122,6 +124,7 @@ from .groups import (
     MessageMemoryError,
     MismatchError,
     MonitoredBarrierError,
+    NotANumberError,
     OptionValueError,
     PeerDiedError,
     PeerLeftError,
@@ -159,6 +162,7 @@ from .optim import (
 )
 from .recorder import RecorderArgumentError
 from .report import DamagedLogError, LogVersionError, RunMissingError
+from .versions import UnsupportedTorchError
 
 __all__ = [
     "AveragingArgumentError",
@@ -201,6 +205,7 @@ __all__ = [
     "ModuleTypeError",
     "MonitoredBarrierError",
     "NestedJoinError",
+    "NotANumberError",
     "NotJoinableError",
     "NotPlannedError",
     "OptimizerArgumentError",
@@ -237,6 +242,7 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedError",
     "UnsupportedParametersError",
+    "UnsupportedTorchError",
     "UnweighableError",
     "WaitTimeoutError",
     "WrapperMismatchError",

@@ -223,6 +223,23 @@ class UnsupportedError(PacelineError, NotImplementedError):
 
 
 @dataclass(eq=False)
+class NotANumberError(PacelineError, RuntimeError):
+    """This rank gave a NaN to a collective, and ``TORCH_DIST_NAN_CHECK=1`` looks for such."""
+
+    rank: int
+    operation: str
+    found: int
+    numel: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.operation}: NaN found in input tensor, in {self.found} of "
+            f"{self.numel} elements. This rank has not begun the call, and the others wait for it "
+            "until they time out. Look at what made these numbers, or unset TORCH_DIST_NAN_CHECK."
+        )
+
+
+@dataclass(eq=False)
 class GroupError(ExplainedError, RuntimeError):
     """The group cannot go on: what it was doing on this rank, and whose fault it was."""
 

@@ -318,6 +318,37 @@ class Collectives(ProcessGroup):
         tensors, async_op = _listed(tensor, async_op)
         return self._do("gather", tensors, _inner(outputs), timeout, async_op, root=root)
 
+    def gather_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        root: int | c10d.GatherOptions = 0,
+        timeout: Timeout = None,
+        *,
+        async_op: bool | None = None,
+        opts: Any = None,
+    ) -> TorchWork:
+        """Copy every rank's ``input``, one after the other, into the root's one ``output``."""
+        if opts is not None or type(root) in _OPTIONS:
+            opts = opts or root
+            _, timeout, async_op = _read(opts, timeout, async_op)
+            root = opts.rootRank
+        rows = self._rows(output, input) if root == self._rank else ()
+        return self._do("gather", (input,), rows, timeout, async_op, root=root)
+
+    gather_into_tensor = gather_single
+
+    def _rows(self, output: Tensor | None, like: Tensor) -> Sequence[Tensor]:
+        """The parts of ``output`` that take each rank's tensor."""
+        numel = self._size * like.numel()
+        if output is None or output.numel() != numel or not output.is_contiguous():
+            found = "nothing" if output is None else f"{output.numel()} elements"
+            if output is not None and not output.is_contiguous():
+                found += ", not contiguous"
+            expected = f"a contiguous tensor of {numel} elements, {self._size} times the input"
+            raise CollectiveArgumentError(self._rank, "gather_single", "output", expected, found)
+        return output.view(self._size, *like.shape).unbind()
+
     def scatter(
         self,
         output: Tensor | Sequence[Tensor],

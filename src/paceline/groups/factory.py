@@ -18,6 +18,7 @@ from .engines import offers as offers  # registers what we have
 from .group import Group
 from .meetings import Meetings
 from .strict import Checks, check_setting
+from .torch_calls import refuse_nan
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default
 
@@ -165,4 +166,6 @@ def open_for_torch(store: Store, rank: int, size: int, timeout: timedelta) -> Gr
     leave_recording_to("paceline")
     group = factory_of("paceline")(store, rank, size, timeout, torch.device("cpu"))
     assert isinstance(group, Group)
+    if os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1":  # as torch reads it, since 2.14
+        refuse_nan(group)
     return group

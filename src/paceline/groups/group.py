@@ -7,7 +7,8 @@ back. It *is* a ``torch.distributed.ProcessGroup``, so everything in torch that 
 it: DistributedDataParallel, fully_shard, DTensor, the functional collectives.
 
 ``collectives.py`` has what it does for its ranks and says how those methods are called;
-``lineage.py`` which other groups come out of it; this file has what a group is, and where it ends.
+``lineage.py`` which other groups come out of it; ``torch_calls.py`` what torch asks; this file has
+what a group is, and where it ends.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed import Work as TorchWork
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from .._torch import c10d
+from .._torch import c10d, versions
 from .._torch.first_use import group_is_made
 from .._transport import Clock
 from ..errors import MonitoredBarrierError
@@ -39,13 +39,13 @@ from . import objects, torch_world
 from .collectives import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine, LentEngine
 from .engines.around import engine_around
-from .lineage import Lineage, Reopen
+from .lineage import Reopen
 from .options import GroupOptions
 from .strict import Checks
-from .work import Together
+from .torch_calls import TorchCalls
 
 
-class Group(Lineage):
+class Group(TorchCalls):
     """One rank's end of a process group."""
 
     def __init__(
@@ -69,6 +69,8 @@ class Group(Lineage):
         self._open_board(wrapped)
         _all_here.add(self)
         group_is_made()
+        if versions.IS_NEWER:
+            versions.warn_of_newer(self._members[rank])
 
     def _open_board(self, wrapped: ProcessGroup | None = None) -> None:
         """Let calls be recorded; all wrappers of one torch group write to the same board."""
@@ -323,6 +325,8 @@ class Group(Lineage):
             self._engine.shutdown()
             self._watcher.close()
 
+    finalize = shutdown  # as torch ends what get_comm gave it
+
     def __enter__(self) -> Self:
         return self
 
@@ -356,21 +360,6 @@ class Group(Lineage):
         group.set_checks(self._checks)
         return group
 
-    # -- what torch's coalescing context calls ------------------------------------------------
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> TorchWork:
-        works, self._coalescing = self._coalescing or [], None
-        return Together(works, (), self._watcher)
-
-    # torch asks a group for its engine, and the engine what it can do; ours answers for itself
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
-
-    def _get_backend(self, device: torch.device) -> Self:
-        return self
-
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether FSDP2 may take its communication buffers from :meth:`allocate`."""
         return self.capabilities.in_place_memory and device.type in self.capabilities.devices
@@ -378,12 +367,6 @@ class Group(Lineage):
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """:meth:`allocate`, as torch calls it."""
         return self.allocate(numel, dtype)
-
-    def _set_sequence_number_for_group(self) -> None:
-        """torch's engines number their collectives on demand; ours always do."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return 0
 
 
 def _wants_announcing(can: Capabilities) -> bool:

@@ -197,16 +197,8 @@ class Lineage(Collectives):
             self._group_desc = description
         return self
 
-    def reconfigure(self, members: Sequence[int], *, timeout: timedelta | None = None) -> Self:
-        """Go on as a group of some of the present ranks; whoever holds this group keeps it.
-
-        ``members`` are present ranks, in the order of the new ones; every one of them calls it, and
-        the rest need not be alive. What is under way is aborted. A rank that is not a member is
-        left with a closed group.
-
-        When not all members come in time, it raises on those that did, and the group stays closed;
-        they may call it again, with the same members or others, each as often as it needs to.
-        """
+    def _go_on(self, members: Sequence[int], timeout: timedelta | None, purpose: str) -> Self:
+        """``Group.reconfigure``; only ranks with the same ``purpose`` meet."""
         if self._closed in ("shut down", FORKED):
             self._alive("reconfigure")
         new = list(members)
@@ -220,7 +212,7 @@ class Lineage(Collectives):
             return self
         self._close_engine("aborted")
         with going_on(before[self._rank], before, after):
-            store, engine = self._meet(home, "reconfigure", new, options)
+            store, engine = self._meet(home, purpose, new, options)
         self._adopt(engine, new.index(self._rank), after, store)
         return self
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 
+from ..._torch.versions import NEWEST, OLDEST, is_tested, shown
 from .facts import BETWEEN_US, OWN, MachineFacts
 from .probe import Probe
 
-TORCH = ((2, 11), (2, 14))  # from, and below
 GIB = 1 << 30
 ENGINES = ("gloo", "hybrid", "nccl", "shm")  # what auto can take
 LITTLE = GIB  # of /dev/shm; containers have 64 MiB unless told otherwise
@@ -82,9 +81,8 @@ def _on_software(facts: MachineFacts) -> Iterator[str]:
     if asked := _asked(facts):
         yield from _on_backend(facts, asked)
     yield from _on_names(facts)
-    if not TORCH[0] <= version_of(facts.torch) < TORCH[1]:
-        low, high = (".".join(map(str, bound)) for bound in TORCH)
-        yield f"torch is {facts.torch}; paceline is tested with {low} up to, not with, {high}."
+    if not is_tested(facts.torch):
+        yield f"torch is {facts.torch}; paceline is tested with {shown(OLDEST)} to {shown(NEWEST)}."
     if not facts.engines["shm"].available:
         first = "" if facts.compiler else "install a C compiler (Debian: apt install gcc), then "
         yield (
@@ -176,15 +174,6 @@ def _on_machine(facts: MachineFacts) -> Iterator[str]:
             f"The name {host.name} leads to {host.address}, which is no address of this machine. "
             "Correct /etc/hosts, or set GLOO_SOCKET_IFNAME."
         )
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """Major and minor number.
-
-    >>> version_of("2.13.0+cpu")
-    (2, 13)
-    """
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def show_bytes(count: float) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
+from ..._torch.nccl import NAMES as NCCL_NAMES
 from ..engine import Engine
 from .foreign.engine import ForeignEngine
 from .gloo.engine import GlooEngine
 from .nccl import NcclEngine
 from .torch_engine import TorchEngine
 
-_KNOWN = {"gloo": GlooEngine, "nccl": NcclEngine}
+_KNOWN = {"gloo": GlooEngine, **dict.fromkeys(NCCL_NAMES, NcclEngine)}
 
 
 def engine_around(inner: ProcessGroup, backend: str, device: torch.device) -> Engine:

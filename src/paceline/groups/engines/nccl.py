@@ -1,4 +1,4 @@
-"""NCCL under our interface."""
+"""NCCL under our interface, by whichever of its engines torch would take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import Work as TorchWork
 
+from ..._torch import nccl as torchs
 from ..._torch.c10d import (
     devices_of,
     engine_of,
@@ -23,29 +24,41 @@ from . import integer_mean
 from .torch_engine import TorchEngine
 
 
-def missing() -> str:
-    """Why NCCL cannot be used here; empty when it can."""
+def missing(name: str = "nccl") -> str:
+    """Why NCCL, or the engine of that ``name``, cannot be used here; empty when it can."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL"
+    if not torchs.is_known(name):
+        return f"torch {torch.__version__} has no {name}; nccl is the engine that it has"
     return "" if torch.cuda.is_available() else "torch sees no GPU"
 
 
 def open_nccl(
-    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+    name: str,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    **options: object,
 ) -> ProcessGroup:
-    """torch's NCCL group over ``store``; options are attributes of ``ProcessGroupNCCL.Options``."""
+    """torch's NCCL group over ``store``, by the engine that ``name`` means to torch.
+
+    Options are attributes of ``ProcessGroupNCCL.Options``, for all of its engines.
+    """
     settings = dist.ProcessGroupNCCL.Options()
     set_timeout(settings, timeout)
-    for name, value in options.items():
-        if not hasattr(settings, name):
-            raise UnknownOptionError("nccl", name)
-        setattr(settings, name, value)
+    for option, value in options.items():
+        if not hasattr(settings, option):
+            raise UnknownOptionError(name, option)
+        setattr(settings, option, value)
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    backend = dist.ProcessGroupNCCL(store, rank, size, settings)
+    group = ProcessGroup(store, rank, size)
+    torchs.bind(group, device)
+    backend = torchs.open_engine(name, group, store, rank, size, settings)
     number_calls(backend)
     backend.eager_connect_single_device(device)
-    group = ProcessGroup(store, rank, size)
     set_default_kind(group, ProcessGroup.BackendType.NCCL)
     lend(group, device, ProcessGroup.BackendType.NCCL, backend)
     return group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -37,11 +38,19 @@ def _open_gloo(
 
 
 def _open_nccl(
-    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, **options: object
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    *,
+    torchs_name: str = "nccl",
+    **options: object,
 ) -> Engine:
-    if reason := nccl.missing():
-        raise EngineUnavailableError("nccl", reason, rank)
-    return NcclEngine(open_nccl(store, rank, size, timeout, device, **options), device)
+    if reason := nccl.missing(torchs_name):
+        raise EngineUnavailableError(torchs_name, reason, rank)
+    inner = open_nccl(torchs_name, store, rank, size, timeout, device, **options)
+    return NcclEngine(inner, device)
 
 
 def _open_shm(
@@ -125,8 +134,14 @@ def _shares_memory() -> Availability:
     return Availability(not reason, reason)
 
 
-def _has_nccl() -> Availability:
-    return Availability(not nccl.missing(), nccl.missing())
+def _nccl(name: str) -> EngineBackend:
+    """NCCL by one of the names that torch has for its engines."""
+
+    def available() -> Availability:
+        return Availability(not nccl.missing(name), nccl.missing(name))
+
+    opener = partial(_open_nccl, torchs_name=name)
+    return EngineBackend(opener, options=None, availability=available, same_options=False)
 
 
 def _always_has_one() -> Availability:
@@ -136,7 +151,9 @@ def _always_has_one() -> Availability:
 
 _OURS = {
     "gloo": EngineBackend(_open_gloo, options=None),
-    "nccl": EngineBackend(_open_nccl, options=None, availability=_has_nccl, same_options=False),
+    "nccl": _nccl("nccl"),
+    "nccl2": _nccl("nccl2"),
+    "nccl-legacy": _nccl("nccl-legacy"),
     "shm": EngineBackend(
         _open_shm, options=("window",), max_ranks=MAX_RANKS, availability=_shares_memory
     ),
