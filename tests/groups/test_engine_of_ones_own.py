@@ -444,6 +444,7 @@ MAY_NAME = {
     "cli/run/start.py": "names that --backend takes",
     "compiled/explain.py": "opens a fake group to plan with",
     "compiled/objects.py": "opens a fake group to make types of",
+    "_torch/nccl.py": "torch's names for its NCCL engines",
     "ddp/logging_data.py": "torch's logging data has fields named after gloo and nccl",
     "testing.py": "run_ranks opens threads groups",
 }
