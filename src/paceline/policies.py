@@ -49,6 +49,13 @@ class BucketCaps:
         return self.bucket_bytes_cap // MIB
 
     @property
+    def are_ours(self) -> bool:
+        """Whether nobody asked for a size."""
+        return (
+            self.first_bucket_bytes_cap < self.bucket_bytes_cap and not self.per_bucket_bytes_caps
+        )
+
+    @property
     def has_custom_per_bucket_caps(self) -> bool:
         """Whether each bucket was given a cap of its own."""
         return bool(self.per_bucket_bytes_caps)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline import Group
-from paceline.errors import CollectiveTypeError
-from paceline.groups import Work
+from paceline.errors import CollectiveTypeError, GroupClosedError
+from paceline.groups import ReduceOp, Work
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
@@ -114,5 +114,39 @@ def test_what_is_reduced_in_place_reaches_the_engine_as_it_is_and_not_as_a_copy(
         getattr(group, way)([tensor] if way == "all_reduce_coalesced" else tensor).wait()
         assert [(a is tensor, b is tensor) for a, b in seen] == [(True, True)]
         assert tensor.tolist() == [2.0] * 8
+
+    run_ranks(2, one_rank)
+
+
+# -- again and again --------------------------------------------------------------------------
+
+
+def repeat(meeting: Meeting, backend: str) -> tuple[list[float], int, int]:
+    with meeting.new_group(backend) as group:
+        tensor = group.allocate(8, torch.float32, torch.device("cpu")).fill_(1.0)
+        start = group.repeated_all_reduce(tensor, ReduceOp.SUM)
+        found = []
+        for _ in range(3):
+            start().wait()
+            found.append(tensor[5].item())
+        seen: list[str] = []
+        group.register_hooks(before=lambda call: seen.append(call.kind))
+        start().wait()
+        calls = group.traffic.calls
+    with pytest.raises(GroupClosedError):
+        start()
+    return [*found, tensor[0].item()], len(seen), calls
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_repeated_call_is_made_and_seen_as_if_it_were_the_first_each_time(backend: str) -> None:
+    results = spawn_ranks(2, repeat, backend, deadline=LONG)
+    assert results == [([2.0, 4.0, 8.0, 16.0], 1, 4)] * 2
+
+
+def test_a_call_to_be_repeated_is_checked_before_its_first_time() -> None:
+    def one_rank(group: Group) -> None:
+        with pytest.raises(CollectiveTypeError):
+            group.repeated_all_reduce([1.0])  # type: ignore[arg-type]
 
     run_ranks(2, one_rank)

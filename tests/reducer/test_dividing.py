@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline._reducer import header
+from paceline._reducer.bucket import Bucket
 from paceline._reducer.dividing import Divider, divide, divisor
 from paceline._reducer.header import Said
 
@@ -37,6 +38,13 @@ def said(ranks: list[Said], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     return total.to(device)
 
 
+def bucket(size: int, dtype: torch.dtype) -> Bucket:
+    """One whose means are random, with a 7 behind them."""
+    buffer = torch.randn(size + 1, dtype=torch.float64).to("cuda", dtype)
+    buffer[-1] = 7
+    return Bucket(0, (), (), buffer, (), (), lends=True, size=size)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_the_divisor_is_what_the_ranks_said(name: str, dtype: torch.dtype) -> None:
@@ -63,22 +71,24 @@ def test_a_gpu_comes_to_the_same_bits(
     name: str, header_dtype: torch.dtype, dtype: torch.dtype, by_active: bool
 ) -> None:
     memory = said(ROUNDS[name][0], header_dtype, "cuda")
-    sizes = (1, 100_003, 17)
-    given = [torch.randn(n, device="cuda", dtype=torch.float64).to(dtype) for n in sizes]
-    expected = [t.clone() for t in given]
+    given = [bucket(n, dtype) for n in (1, 100_003, 17)]
+    expected = [one.means.clone() for one in given]
     divide(expected, divisor(memory, 2, by_active=by_active))
     divider = Divider()
-    divider.divide(given, memory, 2, by_active)
+    divider.divide(given, memory, 2, by_active=by_active)
     for ours, plain in zip(given, expected, strict=True):
-        assert torch.equal(ours, plain)
-    others = [torch.ones(9, device="cuda", dtype=dtype)]  # other buckets, as after a new plan
-    divider.divide(others, memory, 2, by_active)
-    assert torch.equal(others[0], others[0][0].expand(9))
+        assert torch.equal(ours.means, plain)
+        assert ours.buffer[-1] == 7, "what rides behind is left alone"
+    others = [bucket(9, dtype)]  # as after a new plan
+    expected = [others[0].means.clone()]
+    divide(expected, divisor(memory, 2, by_active=by_active))
+    divider.divide(others, memory, 2, by_active=by_active)
+    assert torch.equal(others[0].means, expected[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_leaves_means_alone_when_there_is_nothing_to_divide_by() -> None:
-    means = torch.randn(1000, device="cuda")
-    before = means.clone()
-    Divider().divide([means], said(PLAIN, torch.float32, "cuda"), 2, True)
-    assert torch.equal(means, before)
+    given = bucket(1000, torch.float32)
+    before = given.buffer.clone()
+    Divider().divide([given], said(PLAIN, torch.float32, "cuda"), 2, by_active=True)
+    assert torch.equal(given.buffer, before)

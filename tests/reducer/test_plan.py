@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._reducer.plan import Spec, assign, first_plan, learned_plan, triggers
+from paceline._reducer.plan import Spec, assign, first_plan, joined, learned_plan, triggers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SIZES = st.lists(
@@ -146,3 +148,29 @@ def test_a_speaker_is_the_last_of_its_bucket_to_arrive(arrival: list[int]) -> No
     for number, index in triggers(plan, arrival, frozenset()).items():
         others = [arrival.index(n) for n in plan[index]]
         assert arrival.index(number) == max(others)
+
+
+# Larger buckets for a GPU.
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, CAPS)
+def test_joined_buckets_are_two_neighbours_of_one_kind(
+    sizes: list[tuple[int, torch.dtype, bool]], caps: list[int]
+) -> None:
+    specs = [spec_of(*size) for size in sizes]
+    plan = learned_plan(specs, caps, range(len(specs)))
+    wide = joined(plan, specs)
+    assert [n for row in wide for n in row] == [n for row in plan for n in row]
+    assert (wide[0], wide[-2:]) == (plan[0], plan[-2:])
+    for row in wide:
+        assert row in plan or any(row == (*a, *b) for a, b in pairwise(plan))
+        kinds = {(specs[n].kind, specs[n].sparse) for n in row}
+        assert len(kinds) == 1
+        assert len(row) == 1 or not kinds.pop()[1]
+
+
+def test_thirteen_buckets_become_eight() -> None:
+    plan = tuple((n,) for n in range(13))
+    wide = joined(plan, specs_of(*[10] * 13))
+    assert wide == ((0,), (1, 2), (3, 4), (5, 6), (7, 8), (9, 10), (11,), (12,))

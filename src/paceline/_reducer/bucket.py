@@ -32,6 +32,15 @@ class Phase(Enum):
 Hook = Callable[["GradBucket"], "Future[Tensor]"]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Starter:
+    """How a bucket was sent off last; mostly it is sent off so again."""
+
+    buffer: Tensor
+    way: tuple[Group, bool, bool]
+    start: Callable[[], TorchWork]
+
+
 @dataclass(eq=False, slots=True)
 class Bucket:
     """Gradients that travel together, in one flat buffer.
@@ -59,6 +68,7 @@ class Bucket:
     kept: dict[int, Tensor] = field(default_factory=dict)  # slot → the object .grad was
     work: TorchWork = FINISHED
     future: Future[Tensor] | None = None
+    _starter: Starter | None = None
 
     @classmethod
     def allocate(
@@ -173,8 +183,12 @@ class Bucket:
     def launch(self, group: Group, *, average: bool, quiet: bool) -> None:
         """Start reducing over ``group``; returns at once."""
         self._require(Phase.FILLING)
-        op = ReduceOp.AVG if average else ReduceOp.SUM
-        self.work = group.start_all_reduce(self.buffer, op, quiet=quiet)
+        way, starter = (group, average, quiet), self._starter
+        if starter is None or starter.buffer is not self.buffer or starter.way != way:
+            op = ReduceOp.AVG if average else ReduceOp.SUM
+            start = group.repeated_all_reduce(self.buffer, op, quiet=quiet)
+            starter = self._starter = Starter(self.buffer, way, start)
+        self.work = starter.start()
         self.phase = Phase.IN_FLIGHT
 
     def launch_hook(self, hook: Hook, *, last: bool, weight: float = 1.0) -> None:

@@ -166,7 +166,7 @@ class PassClosing:
         ranks, memory = self._method.ranks, self._pass.header
         by_active = self._of.mailbox.by_active
         if memory is not None:
-            self._of.mailbox.divide([bucket.means for bucket in self._buckets], memory, ranks)
+            self._of.mailbox.divide(self._buckets, memory, ranks)
         if memory is not None or told is None or not (told.weighted or by_active):
             return
         weight = told.weight if told.weighted else len(told.active_ranks()) / ranks

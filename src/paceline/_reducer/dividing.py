@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._torch import foreach
 from .._torch.kernels import Kernel, compiled
+from .bucket import Bucket
 
 FIXED = 4  # numbers at the start of a header: weight, trouble, late, weighted
 
@@ -49,24 +50,25 @@ class Divider:
     """Divides the means of one reducer's buckets, pass after pass."""
 
     def __init__(self) -> None:
-        self._places: tuple[tuple[int, int], ...] = ()  # address and length of each tensor
+        self._places: list[tuple[int, int]] = []  # address and length of each bucket's means
         self._rows = torch.empty(0)  # the same on the device
 
     def divide(
-        self, tensors: Sequence[Tensor], memory: Tensor, ranks: int, by_active: bool
+        self, buckets: Sequence[Bucket], memory: Tensor, ranks: int, *, by_active: bool
     ) -> None:
-        """Divide ``tensors`` in place as the header in ``memory`` says."""
-        kernel = _kernel(tensors, memory) if memory.is_cuda else None
+        """Divide means in place as the header in ``memory`` says."""
+        kernel = _kernel(buckets, memory) if memory.is_cuda else None
         if kernel is None:
-            divide(tensors, divisor(memory, ranks, by_active=by_active))
+            by = divisor(memory, ranks, by_active=by_active)
+            divide([bucket.means for bucket in buckets], by)
             return
-        rows = self._rows_of(tensors, memory.device)
+        rows = self._rows_of(buckets, memory.device)
         with torch.cuda.device(memory.device):
             arguments = [rows, memory, ranks, int(by_active)]
-            kernel((_BLOCKS, len(tensors), 1), (_THREADS, 1, 1), arguments)
+            kernel((_BLOCKS, len(buckets), 1), (_THREADS, 1, 1), arguments)
 
-    def _rows_of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
+    def _rows_of(self, buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+        places = [(bucket.buffer.data_ptr(), bucket.size) for bucket in buckets]
         if places != self._places or self._rows.device != device:
             self._places, self._rows = places, torch.tensor(places, device=device)
         return self._rows
@@ -106,10 +108,11 @@ extern "C" __global__ void divide(
 """
 
 
-def _kernel(tensors: Sequence[Tensor], memory: Tensor) -> Kernel | None:
-    kinds = {None if t.is_sparse or not t.is_contiguous() else t.dtype for t in tensors}
-    kind = kinds.pop()
-    if kinds or kind not in _NAMES or memory.dtype not in _NAMES:
+def _kernel(buckets: Sequence[Bucket], memory: Tensor) -> Kernel | None:
+    if any(type(bucket) is not Bucket for bucket in buckets):  # their means lie elsewhere
+        return None
+    kind, *others = {bucket.buffer.dtype for bucket in buckets}
+    if others or kind not in _NAMES or memory.dtype not in _NAMES:
         return None
     return _kernel_for(kind, memory.dtype, memory.device)
 

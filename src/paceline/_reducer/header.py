@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .bucket import Bucket
 from .dividing import FIXED, Divider
 
 _IDLE = 2.0**-20  # above zero, and too little to count as use
@@ -131,6 +132,8 @@ class Mailbox:
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
         self._latest: tuple[Tensor, Header] | None = None  # read last: mostly it comes again
         self._kept: Kept | None = None  # of the last pass
+        # Where headers land that are read later; each is read before the next one leaves.
+        self._landing: tuple[Tensor, torch.cuda.Event | None] = torch.empty(0), None
         self._divider = Divider()
 
     def write(self, memory: Tensor, said: Said, scale: float, ranks: int) -> None:
@@ -147,6 +150,9 @@ class Mailbox:
         """What the ranks said; waits for the device it is on."""
         if memory.is_cuda:
             return Header.read(memory, ranks)
+        return self._parsed(memory, ranks)
+
+    def _parsed(self, memory: Tensor, ranks: int) -> Header:
         latest = self._latest
         if latest is None or latest[0].dtype != memory.dtype or not torch.equal(latest[0], memory):
             copy = torch.empty_like(memory).copy_(memory)
@@ -155,19 +161,19 @@ class Mailbox:
 
     def keep(self, memory: Tensor, unit: float) -> None:
         """Let :meth:`earlier` have what the ranks said, once the device has got that far."""
-        event = None
-        if memory.is_cuda:
-            copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-            copy.copy_(memory, non_blocking=True)
-            event = torch.cuda.Event()
+        copy, event = self._landing
+        if copy.dtype != memory.dtype or copy.shape != memory.shape:
+            copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.is_cuda)
+            event = torch.cuda.Event() if memory.is_cuda else None
+            self._landing = copy, event
+        copy.copy_(memory, non_blocking=True)
+        if event is not None:
             event.record()
-        else:
-            copy = memory.clone()
         self._kept = Kept(copy, event, unit)
 
-    def divide(self, means: Sequence[Tensor], memory: Tensor, ranks: int) -> None:
-        """Divide means as the ranks said, on their device; what it says need not be read."""
-        self._divider.divide(means, memory, ranks, self.by_active)
+    def divide(self, buckets: Sequence[Bucket], memory: Tensor, ranks: int) -> None:
+        """Divide means as the ranks said, on their device; what they said need not be read."""
+        self._divider.divide(buckets, memory, ranks, by_active=self.by_active)
 
     def earlier(self, ranks: int) -> Kept | None:
         """What was kept of the last pass, with its header; waits for the device."""
@@ -175,7 +181,7 @@ class Mailbox:
         if kept is not None and kept.header is None:
             if kept.event is not None:
                 kept.event.synchronize()
-            kept.header = Header.read(kept.copy, ranks)
+            kept.header = self._parsed(kept.copy, ranks)
         return kept
 
     def has_failed(self, ranks: int) -> bool:

@@ -11,7 +11,7 @@ from ..groups import Group
 from ..policies import Reduction
 from . import header
 from .bucket import Bucket, SparseBucket
-from .plan import Assignment, Spec, first_plan, learned_plan
+from .plan import Assignment, Spec, first_plan, joined, learned_plan
 from .shards import ShardedBucket
 from .tensors import local
 
@@ -79,7 +79,9 @@ class Layout:
 
     def follow(self, order: Sequence[int]) -> None:
         """Plan in the order in which gradients arrive."""
-        self.plan = learned_plan(self.specs, self.policy.caps.rebuilt, order)
+        plan = learned_plan(self.specs, self.policy.caps.rebuilt, order)
+        on_gpu = self.params[0].device.type == "cuda"
+        self.plan = joined(plan, self.specs) if on_gpu and self.policy.caps.are_ours else plan
         self.rebuilt = True
 
     def keep_only(self, wanted: Callable[[int], bool]) -> None:

@@ -125,6 +125,29 @@ class Collectives(ProcessGroup):
         tensors = (tensor,)
         return self._do("all_reduce", tensors, tensors, None, True, op, quiet=quiet)
 
+    def repeated_all_reduce(
+        self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
+    ) -> Callable[[], TorchWork]:
+        """:meth:`start_all_reduce` of one tensor, to be called again and again.
+
+        What is the same each time is checked and decided here.
+        """
+        tensors, reduction = (tensor,), reduction_of(op)
+        call = Call("all_reduce", tensors, tensors, reduction, timeout=self._timeout)
+        self._checker.check(call)
+        nbytes, usual = call.nbytes, make_dense(call, self._rank) is None
+
+        def start() -> TorchWork:
+            special = self._closed or self._hooks or self._coalescing is not None
+            if special or not usual or reduction == "premul_sum":
+                return self.start_all_reduce(tensor, op, quiet=quiet)
+            call = Call("all_reduce", tensors, tensors, reduction, timeout=self._timeout)
+            call.sequence, call.quiet = next(self._sequence), quiet
+            self.traffic.note("all_reduce", nbytes)
+            return self._start(call, None if self.board is None else self.board.begin(call, nbytes))
+
+        return start
+
     def all_reduce_coalesced(
         self,
         tensors: Sequence[Tensor],
