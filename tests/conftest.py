@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch._dynamo  # noqa: F401  # the first forward of a wrapper would, within a test's deadline
+from hypothesis import HealthCheck, settings
 
 from .marks import SHM
 from .pinned import pin_all_ranks
@@ -24,6 +25,9 @@ LONG = (
     "test_verdicts.py",
     "test_run.py",
 )
+# On a busy machine an example, or making one up, takes as long as it takes.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
 
 

@@ -2,9 +2,10 @@
 # (torch gives these names other signatures in every version)
 """NCCL's engines: which of them a name means is torch's choice, made by version and environment.
 
-To 2.13 there is one. Since 2.14 there is a second, ``nccl2``, that torch has built anew; in 2.15
-``nccl`` means that one unless ``TORCH_DIST_USE_NCCL2=0``, and ``nccl-legacy`` is the old one. torch
-keeps a function for each name, which its ``init_process_group`` calls; nothing public does.
+To 2.13 there is one. Since 2.14 there is a second, ``nccl2``, that torch has built anew. ``nccl``
+means that one in 2.14 with ``TORCH_DIST_USE_NCCL2=1`` and in 2.15 unless that is 0; ``nccl-legacy``
+is always the old one. torch keeps a function for each name, which its ``init_process_group`` calls;
+nothing public does.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ def is_known(name: str) -> bool:
 
 
 def open_engine(
-    name: str, group: ProcessGroup, store: Store, rank: int, size: int, options: Any
+    name: str,
+    group: ProcessGroup,
+    device: torch.device,
+    store: Store,
+    rank: int,
+    size: int,
+    options: Any,
 ) -> Any:
-    """The engine that torch takes for ``name``, for a group that is bound to its device."""
+    """The engine that torch takes for ``name``, which ``group`` will use on ``device``."""
     opener = _opener(name)
     if opener is None:
         return dist.ProcessGroupNCCL(store, rank, size, options)
+    group.bound_device_id = device  # where nccl2 looks for the one that it is connected on
     asked = _python._DistributedBackendOptions()
     asked.store, asked.group_rank, asked.group_size = store, rank, size
     asked.timeout, asked.group_id = timeout_of(options), options.group_name
@@ -44,11 +52,6 @@ def open_engine(
     if hasattr(asked, "process_group"):
         asked.process_group = group
     return opener(asked, options)
-
-
-def bind(group: ProcessGroup, device: torch.device) -> None:
-    """Say which device ``group`` is for; its engine is connected there and on no other."""
-    group.bound_device_id = device
 
 
 def _opener(name: str) -> Callable[[Any, Any], Any] | None:

@@ -44,9 +44,8 @@ def test_torchs_own_function_for_a_name_is_taken(monkeypatch: pytest.MonkeyPatch
     plugins = {name: Plugin(engine(told, name), True) for name in ("NCCL", "NCCL2")}
     monkeypatch.setattr(dist.Backend, "_plugins", plugins)
     group, settings = dist.ProcessGroup(dist.HashStore(), 1, 2), options()
-    torchs.bind(group, GPU)
     for name in ("nccl", "nccl2"):
-        opened = torchs.open_engine(name, group, dist.HashStore(), 1, 2, settings)
+        opened = torchs.open_engine(name, group, GPU, dist.HashStore(), 1, 2, settings)
         assert opened == name.upper()
         asked, given = told.pop()
         assert (asked.group_rank, asked.group_size, asked.timeout) == (1, 2, MINUTE)
@@ -62,7 +61,7 @@ def test_a_torch_without_such_functions_has_one_engine(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "ProcessGroupNCCL", engine(told, "old"), raising=False)
     store, settings = dist.HashStore(), options()
     group = dist.ProcessGroup(store, 0, 1)
-    assert torchs.open_engine("nccl", group, store, 0, 1, settings) == "old"
+    assert torchs.open_engine("nccl", group, GPU, store, 0, 1, settings) == "old"
     assert told == [(store, 0, 1, settings)]
 
 

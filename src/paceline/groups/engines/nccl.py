@@ -55,8 +55,7 @@ def open_nccl(
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     group = ProcessGroup(store, rank, size)
-    torchs.bind(group, device)
-    backend = torchs.open_engine(name, group, store, rank, size, settings)
+    backend = torchs.open_engine(name, group, device, store, rank, size, settings)
     number_calls(backend)
     backend.eager_connect_single_device(device)
     set_default_kind(group, ProcessGroup.BackendType.NCCL)
