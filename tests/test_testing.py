@@ -5,6 +5,7 @@ Also the cues, on which a collective fails or waits.
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import queue
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import pytest
@@ -490,6 +492,24 @@ def test_threads_that_hang_after_a_failure_do_not_wait_for_the_deadline(
     released.set()
     assert [rank for rank, _ in error.failures] == [0, 1]
     assert "still running 0.2 s after rank 0 failed" in error.failures[1][1]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collected between lines of Python only")
+def test_no_garbage_is_collected_while_it_is_asked_where_a_thread_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A finalizer that lets other threads run would never come back: a lock is held there."""
+    look, collects = sys._current_frames, list[bool]()
+
+    def look_closely() -> dict[int, FrameType]:
+        collects.append(gc.isenabled())
+        return look()
+
+    monkeypatch.setattr(sys, "_current_frames", look_closely)
+    thread_failures(2, lambda group: group.recv(torch.ones(1), 1 - group.rank()), deadline=0.2)
+    assert collects
+    assert not any(collects)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("options", [{"n": 0}, {"deadline": 0}])
