@@ -28,6 +28,7 @@ from paceline.recorder.threads import frames
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
+from tests.recorder.patience import be_patient
 
 DEADLINE = 60.0
 TEXT = "it was the cat"
@@ -262,6 +263,7 @@ def test_last_words_are_read_before_a_rank_is_called_gone() -> None:
 
 def leave_with_words(meeting: Meeting) -> list[str]:
     """How a rank's board ends, as the other one hears it right after the port is closed."""
+    be_patient(DEADLINE)
     heard = []
     for _ in range(20):
         group = meeting.new_group("gloo")

@@ -23,6 +23,7 @@ from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 from tests.recorder import bugs
 from tests.recorder.bugs import line
+from tests.recorder.patience import be_patient
 
 DEADLINE = 60.0
 WARNING = 0.4  # seconds
@@ -45,6 +46,7 @@ def hear_of(meeting: Meeting, backend: str, bug: str) -> str:
 
     The bug runs in a thread, so that a rank which hangs for good can return nevertheless.
     """
+    be_patient(DEADLINE)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     store = meeting.store(timedelta(seconds=DEADLINE))
     train = getattr(bugs, bug)
@@ -57,7 +59,7 @@ def hear_of(meeting: Meeting, backend: str, bug: str) -> str:
         try:
             train(group, store)
         except Exception as error:
-            recorder.finish_explaining()
+            recorder.finish_explaining(DEADLINE)
             said.put(str(error))
         else:
             said.put("done")
@@ -144,6 +146,7 @@ def test_a_stuck_loader_is_named_with_its_rank_and_line(backend: str) -> None:
 
 
 def give_up(meeting: Meeting, backend: str) -> tuple[str, str]:
+    be_patient(DEADLINE)
     store = meeting.store(timedelta(seconds=DEADLINE))
     group = meeting.new_group(backend)
     group.barrier()
@@ -153,7 +156,7 @@ def give_up(meeting: Meeting, backend: str) -> tuple[str, str]:
     try:
         group.all_reduce(torch.zeros(3), timeout=0.5)
     except RuntimeError as error:
-        recorder.finish_explaining()
+        recorder.finish_explaining(DEADLINE)
         store.set("given up", "yes")
         return str(error), getattr(error, "verdict", "")
     raise AssertionError("it must not succeed")
@@ -173,6 +176,7 @@ def test_the_error_at_the_timeout_says_who_is_missing_and_where(backend: str) ->
 
 
 def wait_on_a_torch_group(meeting: Meeting) -> str:
+    be_patient(DEADLINE)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     store = meeting.store(timedelta(seconds=DEADLINE))
     dist.init_process_group("gloo")

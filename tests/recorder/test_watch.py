@@ -18,12 +18,14 @@ from paceline.recorder.account import account_of
 from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.recorder.patience import be_patient
 
 DEADLINE = 60.0
 
 
 @pytest.fixture(autouse=True)
 def empty() -> Iterator[None]:
+    recorder.finish_explaining(DEADLINE)  # what earlier tests have left to explain
     events.forget()
     yield
     recorder.configure()
@@ -62,6 +64,8 @@ def test_a_late_call_is_explained_once_on_every_rank_that_waits(
 
 
 def test_what_comes_in_time_is_not_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    recorder.configure(warn_after=DEADLINE)  # a busy machine takes its time
+
     def one_rank(group: Group) -> None:
         for _ in range(20):
             group.all_reduce(torch.ones(3))
@@ -187,6 +191,7 @@ def test_the_thread_lives_as_long_as_there_are_groups() -> None:
 
 def fork_a_child(meeting: Meeting) -> tuple[int, int]:
     """How a forked child sees the recorder, and whether the rank can be asked afterwards."""
+    be_patient(DEADLINE)
     group = meeting.new_group("gloo")
     group.barrier()
     reader, writer = os.pipe()
@@ -209,6 +214,7 @@ def test_a_forked_child_is_no_rank_and_the_parent_still_answers() -> None:
 
 def fork_while_all_is_locked(meeting: Meeting) -> tuple[int, int, int]:
     """How a child ends that was forked while the recorder's threads held all its locks."""
+    be_patient(DEADLINE)
     group = meeting.new_group("gloo")
     group.barrier()
     board = group.board

@@ -63,6 +63,8 @@ _ADDRESSES = msgspec.msgpack.Decoder(Address)
 class Peers:
     """The other ranks of all groups of this process."""
 
+    patience = 2.0  # seconds that ranks have to say what they are asked together; one talk has half
+
     def __init__(self) -> None:
         self.reset()
 
@@ -224,11 +226,11 @@ class Peers:
     def _ask_again_if_cut_off(self, address: Address, question: bytes) -> bytes:
         """The answer; a process that is there after all hung up because many asked at once."""
         try:
-            return channel.ask(address, question)
+            return channel.ask(address, question, self.patience / 2)
         except ConnectionRefusedError:
             raise
         except ConnectionError:
-            return channel.ask(address, question)
+            return channel.ask(address, question, self.patience / 2)
 
     def log(self, board: events.Board, rank: int, after: int, patience: float) -> Log | None:
         """What a rank has called after that number; None when it cannot be asked."""
@@ -260,15 +262,13 @@ class Peers:
             tries.append((after - before, theirs - (before + after) / 2))
         return min(tries)[1]
 
-    def hear(
-        self, board: events.Board, ranks: Iterable[int], seconds: float = 2.0
-    ) -> dict[int, Account | Silence]:
+    def hear(self, board: events.Board, ranks: Iterable[int]) -> dict[int, Account | Silence]:
         """What these ranks say, all asked at once; of one that has ended, its farewell."""
-        addresses = self.known(board, seconds / 2)
+        addresses = self.known(board, self.patience / 2)
         wanted = [r for r in ranks if r != board.rank][:ASKED_AT_MOST]
         said: dict[int, Account | Silence] = dict.fromkeys(wanted, Silence.UNKNOWN)
         asked = {r: in_thread(self.ask, addresses[r]) for r in wanted if r in addresses}
-        until = time.monotonic() + seconds
+        until = time.monotonic() + self.patience
         for rank, answer in asked.items():
             said[rank] = Silence.MUTE
             with contextlib.suppress(Exception):
