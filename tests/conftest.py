@@ -6,6 +6,7 @@ was not built, tests that need it are skipped, and say why.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell runs behind it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--pinned"):
         pin_all_ranks()
 

@@ -80,6 +80,7 @@ static void rest(Lane *l, int64_t now) { /* of the thread; the mutex is held bef
     if (now - l->latest > HABIT_ENDS) l->prompt = 0;
     l->looks = l->prompt >= OFTEN;
     if (l->looks) wait_until(l, &l->wanted, now + LOOK);
+    else if (l->for_thread && now < l->due) wait_until(l, &l->wanted, l->due); /* its caller came back late, if at all */
     else pthread_cond_wait(&l->wanted, &l->mutex);
 }
 

@@ -358,6 +358,48 @@ static void *miss_one(void *arg) { /* rank 1 does not come */
     return NULL;
 }
 
+static void make_a_habit(Lane *l) { /* as if its callers came at once; returns when the thread looks by itself */
+    for (int looks = 0; !looks; pause_briefly()) {
+        pthread_mutex_lock(&l->mutex);
+        l->prompt = OFTEN;
+        l->latest = now_ns();
+        looks = l->looks;
+        pthread_cond_signal(&l->wanted);
+        pthread_mutex_unlock(&l->mutex);
+    }
+}
+
+static void come_back_late(Lane *l) { /* as if starting had taken longer than a habit lasts */
+    pthread_mutex_lock(&l->mutex);
+    int64_t now = now_ns();
+    if (l->due) {
+        l->latest = now - HABIT_ENDS - 1;
+        l->due = now + 4 * LOOK; /* the thread looks before that */
+    }
+    pthread_mutex_unlock(&l->mutex);
+}
+
+static void *wait_for_nothing(void *arg) { /* what rank 0 starts it does not come for */
+    Rank *me = arg;
+    Lane *l = &me->engine->coll;
+    for (int turn = 0; turn < 5; turn++) {
+        float x[4] = {1, 1, 1, 1};
+        Op op = {.kind = ALL_REDUCE, .dtype = T_F32, .itemsize = 4, .root = -1, .count = 4, .in = (uint8_t *)x, .out = (uint8_t *)x};
+        CHECK(call(me, &op, 1) == DONE, "status %d", op.status); /* there is a thread now */
+        if (me->rank == 0) {
+            make_a_habit(l);
+            op.mode = 1;
+            pl_start(&op);
+            come_back_late(l);
+        }
+        pthread_barrier_wait(&me->world->together);
+        if (me->rank) CHECK(call(me, &op, 0) == DONE, "status %d", op.status);
+        for (int64_t end = now_ns() + 10000000000; !pl_test(&op); pause_briefly()) CHECK(now_ns() < end, "nobody has taken it up");
+        CHECK(x[0] == (float)(me->world->n * me->world->n), "%g", x[0]);
+    }
+    return NULL;
+}
+
 /* Rank 1 tells what cannot be, and rank 0 says so and names it. */
 enum {
     FAR_OFFSET, LOW_OFFSET, ODD_OFFSET, WRAPPED_OFFSET, HUGE_COUNT, HUGE_PART, LARGE_SLOT, NO_SUCH_KIND, FAR_AHEAD, NO_SUCH_FAULT,
@@ -477,6 +519,7 @@ int main(void) {
         run("one dies", n, 0, lose_one);
         run("one does not come", n, 0, miss_one);
     }
+    run("one waits for nothing", 2, 0, wait_for_nothing);
     for (int lie = 0; lie < LIES; lie++) be_told(lie);
     puts("one tells what cannot be");
 #ifndef __SANITIZE_THREAD__
