@@ -227,7 +227,7 @@ def traced_do(
     splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
     quiet: bool = False,
 ) -> TracedWork:
-    """What ``Group._do`` is inside a graph."""
+    """What ``Group.make_call`` is inside a graph."""
     given = [t.detach() for t in inputs]
     if kind == "barrier":
         given = [torch.zeros(())]  # Inductor takes an operator's device from its tensors
@@ -253,7 +253,7 @@ def traced_do(
 def traced_do_all(
     self: Group, calls: Any, timeout: Any, async_op: bool | None, op: Any = None
 ) -> TracedTogether:
-    """What ``Group._do_all`` is inside a graph."""
+    """What ``Group.make_calls`` is inside a graph."""
     asynchronous = async_op is None or async_op
     works = [
         traced_do(self, kind, inputs, outputs, timeout, asynchronous, op)

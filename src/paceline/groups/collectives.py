@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override, assignment"
 # (torch's stubs give its methods narrower signatures, and other ones in every version)
-"""The collectives of a Group: one method each, and how a call is carried out.
+"""The collectives of a Group: one method each.
 
 **Calling.** Every collective takes a tensor, checks its arguments before anything is sent, and
 returns a Work that is already done. With ``async_op=True`` it returns at once; ``work.wait()``
@@ -12,32 +12,21 @@ only among themselves.
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 from torch.distributed import Work as TorchWork
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import CollectiveArgumentError, ForkedError, GroupClosedError
-from ..recorder import events
-from ..recorder.events import now
-from .checks import Checker
-from .dense import make_dense, scale
-from .engine import Call, Engine, Kind, factor_of, reduction_of
-from .overlap import keep_apart, refuse_shared
-from .strict import agree
-from .traffic import Traffic
-from .work import FINISHED, Finished, Finisher, Together, Watcher, Work, Wrapped, seconds_of
-
-Timeout = timedelta | float | None
-Op = ReduceOp | ReduceOp.RedOpType
+from ..errors import CollectiveArgumentError
+from .calling import CallMaking, Op, Timeout
+from .dense import make_dense
+from .engine import Call, Kind, reduction_of
+from .work import Finished
 
 _OPTIONS = frozenset(
     {
@@ -55,36 +44,10 @@ _OPTIONS = frozenset(
 )
 _LISTS = (list, tuple)
 _NO_TIME = timedelta(0)
-FORKED = "forked"  # why a group is closed in a child of the process that opened it
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What a user wants to be told of every collective of a group."""
-
-    before: Callable[[Call], None] | None
-    after: Callable[[Call], None] | None
-    on_error: Callable[[Call, BaseException], None] | None
-
-
-class Collectives(ProcessGroup):
+class Collectives(CallMaking):
     """What a group does for its ranks; :class:`Group` adds what a group is."""
-
-    def __init__(self, engine: Engine, rank: int, size: int, timeout: float) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this form
-        self._engine = engine
-        self._closed = ""  # why no call is possible any more
-        self._moves = engine.capabilities.peers  # else its tensors may have no memory
-        self._rank, self._size = rank, size
-        self._timeout = timeout
-        self._checker = Checker(rank, size, engine)
-        self._hooks: OrderedDict[int, Hooks] = OrderedDict()
-        self._sequence = itertools.count(1)
-        self.traffic = Traffic(size)
-        self._watcher = Watcher("paceline-group-futures")
-        self._coalescing: list[TorchWork] | None = None
-        self.board: events.Board | None = None  # where calls are recorded
-        self._strict = False  # every call comes from the same line on all ranks
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -109,10 +72,32 @@ class Collectives(ProcessGroup):
             op, timeout, async_op = _read(op, timeout, async_op)
         tensors, async_op = _listed(tensor, async_op)
         if len(tensors) != 1:
-            return self._do_all(_in_place(tensors), timeout, async_op, op)
+            return self.make_calls(_in_place(tensors), timeout, async_op, op)
         if isinstance(tensors[0], Tensor) and tensors[0].is_sparse:
             return self._sparse_all_reduce(tensors[0], op, timeout)
-        return self._do("all_reduce", tensors, tensors, timeout, async_op, op)
+        return self.make_call("all_reduce", tensors, tensors, timeout, async_op, op)
+
+    def _sparse_all_reduce(self, tensor: Tensor, op: Any, timeout: Any) -> TorchWork:
+        """Sum sparse tensors: their entries are gathered and added, whatever their number."""
+        reduction = reduction_of(op)
+        if reduction not in ("sum", "avg"):
+            raise CollectiveArgumentError(
+                self._rank, "all_reduce", "op", "SUM or AVG for a sparse tensor", reduction.upper()
+            )
+        own = tensor.coalesce()
+        counts = torch.empty(self._size, dtype=torch.int64, device=tensor.device)
+        self.all_gather_single(counts, counts.new_tensor([own.values().shape[0]]), timeout)
+        entries = [int(n) for n in counts.tolist()]
+        indices = [own.indices().new_empty(n, own.sparse_dim()) for n in entries]
+        values = [own.values().new_empty(n, *own.values().shape[1:]) for n in entries]
+        self.all_gather(indices, own.indices().t().contiguous(), timeout)
+        self.all_gather(values, own.values(), timeout)
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns unless one chooses
+            total = torch.sparse_coo_tensor(
+                torch.cat(indices).t(), torch.cat(values), tensor.shape
+            ).coalesce()
+        tensor.copy_(total / self._size if reduction == "avg" else total)
+        return Finished((tensor,))
 
     def start_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
@@ -123,7 +108,7 @@ class Collectives(ProcessGroup):
         moves in :meth:`~Group.progress` and when somebody waits.
         """
         tensors = (tensor,)
-        return self._do("all_reduce", tensors, tensors, None, True, op, quiet=quiet)
+        return self.make_call("all_reduce", tensors, tensors, None, True, op, quiet=quiet)
 
     def repeated_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
@@ -160,7 +145,7 @@ class Collectives(ProcessGroup):
         """Reduce several tensors, each as :meth:`all_reduce` does."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
-        return self._do_all(_in_place(tensors), timeout, async_op, op)
+        return self.make_calls(_in_place(tensors), timeout, async_op, op)
 
     def reduce(
         self,
@@ -178,7 +163,7 @@ class Collectives(ProcessGroup):
             op, timeout, async_op = _read(opts, timeout, async_op)
             root = opts.rootRank
         tensors, async_op = _listed(tensor, async_op)
-        return self._do("reduce", tensors, tensors, timeout, async_op, op, root=root)
+        return self.make_call("reduce", tensors, tensors, timeout, async_op, op, root=root)
 
     def reduce_scatter(
         self,
@@ -194,7 +179,7 @@ class Collectives(ProcessGroup):
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         outputs, async_op = _listed(output, async_op)
-        return self._do("reduce_scatter", _inner(inputs), outputs, timeout, async_op, op)
+        return self.make_call("reduce_scatter", _inner(inputs), outputs, timeout, async_op, op)
 
     def reduce_scatter_single(
         self,
@@ -209,7 +194,7 @@ class Collectives(ProcessGroup):
         """Reduce one tensor over all ranks and leave each rank its equal part of it."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
-        return self._do("reduce_scatter_single", (input,), (output,), timeout, async_op, op)
+        return self.make_call("reduce_scatter_single", (input,), (output,), timeout, async_op, op)
 
     def reduce_scatter_single_coalesced(
         self,
@@ -227,7 +212,7 @@ class Collectives(ProcessGroup):
         self._same_length("reduce_scatter_single_coalesced", outputs, inputs)
         pairs = zip(inputs, outputs, strict=True)
         calls = [("reduce_scatter_single", (i,), (o,)) for i, o in pairs]
-        return self._do_all(calls, timeout, async_op, op)
+        return self.make_calls(calls, timeout, async_op, op)
 
     def start_reduce_scatter(
         self, output: Tensor, input: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
@@ -237,7 +222,7 @@ class Collectives(ProcessGroup):
         ``output`` may be this rank's part of ``input``.
         """
         kind: Kind = "reduce_scatter_single"
-        return self._do(kind, (input,), (output,), None, True, op, quiet=quiet)
+        return self.make_call(kind, (input,), (output,), None, True, op, quiet=quiet)
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -256,7 +241,7 @@ class Collectives(ProcessGroup):
             _, timeout, async_op = _read(opts, timeout, async_op)
             root = opts.rootRank
         tensors, async_op = _listed(tensor, async_op)
-        return self._do("broadcast", tensors, tensors, timeout, async_op, root=root)
+        return self.make_call("broadcast", tensors, tensors, timeout, async_op, root=root)
 
     def all_gather(
         self,
@@ -271,7 +256,7 @@ class Collectives(ProcessGroup):
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         tensors, async_op = _listed(tensor, async_op)
-        return self._do("all_gather", tensors, _inner(outputs), timeout, async_op)
+        return self.make_call("all_gather", tensors, _inner(outputs), timeout, async_op)
 
     def all_gather_single(
         self,
@@ -285,7 +270,7 @@ class Collectives(ProcessGroup):
         """Copy every rank's ``input``, one after the other, into one ``output``."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
-        return self._do("all_gather_single", (input,), (output,), timeout, async_op)
+        return self.make_call("all_gather_single", (input,), (output,), timeout, async_op)
 
     def all_gather_coalesced(
         self,
@@ -303,7 +288,7 @@ class Collectives(ProcessGroup):
             self._same_length("all_gather_coalesced", row, inputs)
         columns = zip(*output_lists, strict=True)
         calls = [("all_gather", (i,), outs) for i, outs in zip(inputs, columns, strict=True)]
-        return self._do_all(calls, timeout, async_op)
+        return self.make_calls(calls, timeout, async_op)
 
     def all_gather_single_coalesced(
         self,
@@ -319,7 +304,7 @@ class Collectives(ProcessGroup):
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         self._same_length("all_gather_single_coalesced", outputs, inputs)
         pairs = zip(inputs, outputs, strict=True)
-        return self._do_all(
+        return self.make_calls(
             [("all_gather_single", (i,), (o,)) for i, o in pairs], timeout, async_op
         )
 
@@ -339,7 +324,7 @@ class Collectives(ProcessGroup):
             _, timeout, async_op = _read(opts, timeout, async_op)
             root = opts.rootRank
         tensors, async_op = _listed(tensor, async_op)
-        return self._do("gather", tensors, _inner(outputs), timeout, async_op, root=root)
+        return self.make_call("gather", tensors, _inner(outputs), timeout, async_op, root=root)
 
     def gather_single(
         self,
@@ -357,7 +342,7 @@ class Collectives(ProcessGroup):
             _, timeout, async_op = _read(opts, timeout, async_op)
             root = opts.rootRank
         rows = self._rows(output, input) if root == self._rank else ()
-        return self._do("gather", (input,), rows, timeout, async_op, root=root)
+        return self.make_call("gather", (input,), rows, timeout, async_op, root=root)
 
     gather_into_tensor = gather_single
 
@@ -388,7 +373,7 @@ class Collectives(ProcessGroup):
             _, timeout, async_op = _read(opts, timeout, async_op)
             root = opts.rootRank
         outputs, async_op = _listed(output, async_op)
-        return self._do("scatter", _inner(inputs), outputs, timeout, async_op, root=root)
+        return self.make_call("scatter", _inner(inputs), outputs, timeout, async_op, root=root)
 
     def all_to_all(
         self,
@@ -402,7 +387,7 @@ class Collectives(ProcessGroup):
         """Copy ``inputs[r]`` into ``outputs[this rank]`` of rank r."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
-        return self._do("all_to_all", inputs, outputs, timeout, async_op)
+        return self.make_call("all_to_all", inputs, outputs, timeout, async_op)
 
     def all_to_all_single(
         self,
@@ -422,7 +407,9 @@ class Collectives(ProcessGroup):
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         splits = (input_split_sizes or (), output_split_sizes or ())
-        return self._do("all_to_all_single", (input,), (output,), timeout, async_op, splits=splits)
+        return self.make_call(
+            "all_to_all_single", (input,), (output,), timeout, async_op, splits=splits
+        )
 
     def send(
         self,
@@ -436,7 +423,7 @@ class Collectives(ProcessGroup):
     ) -> TorchWork:
         """Send ``tensor`` to rank ``dst``, for its :meth:`recv` with the same ``tag``."""
         tensors, async_op = _listed(tensor, async_op)
-        return self._do("send", tensors, (), timeout, async_op, root=dst, tag=tag)
+        return self.make_call("send", tensors, (), timeout, async_op, root=dst, tag=tag)
 
     def recv(
         self,
@@ -454,7 +441,7 @@ class Collectives(ProcessGroup):
         """
         tensors, async_op = _listed(tensor, async_op)
         root = -1 if src is None else src
-        return self._do("recv", (), tensors, timeout, async_op, root=root, tag=tag)
+        return self.make_call("recv", (), tensors, timeout, async_op, root=root, tag=tag)
 
     def recv_anysource(
         self, tensor: Tensor | Sequence[Tensor], tag: int = 0, timeout: Timeout = None
@@ -486,229 +473,7 @@ class Collectives(ProcessGroup):
         """Return when every rank has called it."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
-        return self._do("barrier", (), (), timeout, async_op)
-
-    # -- how a call is done -------------------------------------------------------------------
-
-    def call(
-        self,
-        kind: Kind,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        op: Any = None,
-        *,
-        root: int = -1,
-        tag: int = 0,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        timeout: Any = None,
-        async_op: bool = False,
-    ) -> TorchWork:
-        """Make a collective whose kind is known only when it is called, as a compiled graph does.
-
-        All the methods above come down to it; ``inputs`` and ``outputs`` are flat lists.
-        """
-        return self._do(
-            kind, inputs, outputs, timeout, async_op, op, root=root, tag=tag, splits=splits
-        )
-
-    def _do(
-        self,
-        kind: Kind,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        timeout: Any,
-        async_op: bool | None,
-        op: Any = None,
-        *,
-        root: Any = -1,
-        tag: int = 0,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        quiet: bool = False,
-    ) -> TorchWork:
-        if self._closed:
-            self._alive(kind)
-        seconds = self._timeout if timeout is None else self._seconds(timeout)
-        reduction = "" if op is None else reduction_of(op)
-        call = Call(kind, inputs, outputs, reduction, root, tag, *splits, seconds)
-        call.sequence, call.quiet = next(self._sequence), quiet
-        if reduction == "premul_sum":
-            call.reduction, call.factor = "sum", factor_of(op)
-        self._checker.check(call)
-        nbytes = call.nbytes
-        self.traffic.note(kind, nbytes)
-        if len(call.outputs) > 1 and self._moves:
-            refuse_shared(kind, call.outputs, self._rank)
-        finisher = make_dense(call, self._rank)
-        if call.outputs is not call.inputs and call.outputs and call.inputs and self._moves:
-            keep_apart(call, self._rank, self._size)
-        if self._hooks or finisher is not None:
-            return self._observed(call, async_op, finisher)
-        if call.factor is not None:
-            scale(call, call.factor, self._rank)
-        entry = None if self.board is None else self.board.begin(call, nbytes)
-        if async_op:
-            work = self._start(call, entry)
-            return work if self._coalescing is None else self._collected(work)
-        self._run(call, entry)
-        if kind == "recv":
-            return Finished(call.outputs, call.root)
-        return FINISHED
-
-    def _run(self, call: Call, entry: events.Entry | None) -> None:
-        try:
-            if self._strict:
-                self._agree_on(call)
-            self._engine.run(call)
-        except BaseException as error:
-            if entry is not None:
-                events.failed(entry, error)
-            raise
-        if entry is not None:
-            entry.finished = now()
-
-    def _start(self, call: Call, entry: events.Entry | None) -> TorchWork:
-        try:
-            if self._strict:
-                self._agree_on(call)
-            work = self._engine.start(call)
-        except BaseException as error:
-            if entry is not None:
-                events.failed(entry, error)
-            raise
-        if entry is None:
-            return work
-        if type(work) is Finished:
-            entry.finished = now()
-        else:
-            self._follow(call, work, entry)
-        return work
-
-    def _follow(self, call: Call, work: TorchWork, entry: events.Entry) -> None:
-        tensors = call.inputs or call.outputs
-        entry.follow(work, on_device=bool(tensors) and not tensors[0].is_cpu)
-        if isinstance(work, Work):
-            work.entry = entry
-
-    def _agree_on(self, call: Call) -> None:
-        if call.kind not in ("send", "recv"):
-            agree(call, self._engine, self._rank, self._size)
-
-    def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
-        """Make ``call`` between the hooks that want to see it before and after."""
-        hooks = list(self._hooks.values())
-        for hook in hooks:
-            if hook.before is not None:
-                hook.before(call)
-        wanted = call.outputs
-        if call.factor is not None:
-            scale(call, call.factor, self._rank)
-        entry = None if self.board is None else self.board.begin(call, call.nbytes)
-
-        def end(error: BaseException | None) -> None:
-            if finisher is not None:
-                finisher(error)
-            for hook in hooks:
-                if error is None and hook.after is not None:
-                    hook.after(call)
-                if error is not None and hook.on_error is not None:
-                    hook.on_error(call, error)
-
-        if async_op:
-            try:
-                work = Wrapped(self._start(call, entry), wanted, self._watcher)
-            except BaseException as error:
-                end(error)
-                raise
-            work.finally_do(end)
-            return self._collected(work)
-        try:
-            self._run(call, entry)
-        except BaseException as error:
-            end(error)
-            raise
-        end(None)
-        return Finished(wanted, call.root) if call.kind == "recv" else FINISHED
-
-    def _do_all(
-        self,
-        calls: Iterable[tuple[Any, Sequence[Tensor], Sequence[Tensor]]],
-        timeout: Any,
-        async_op: bool | None,
-        op: Any = None,
-    ) -> TorchWork:
-        asynchronous = async_op is None or async_op
-        calls = list(calls)
-        self._check_all(calls, op)
-        works: list[TorchWork] = []
-        results: list[Tensor] = []
-        for kind, inputs, outputs in calls:
-            works.append(self._do(kind, inputs, outputs, timeout, asynchronous, op))
-            results.extend(outputs)
-        return Together(works, results, self._watcher) if asynchronous else FINISHED
-
-    def _check_all(
-        self, calls: Sequence[tuple[Any, Sequence[Tensor], Sequence[Tensor]]], op: Any
-    ) -> None:
-        """Before the first of them is sent: what is wrong with the last is wrong with all."""
-        reduction = "" if op is None else reduction_of(op)
-        reduction = "sum" if reduction == "premul_sum" else reduction
-        for kind, inputs, outputs in calls:
-            self._checker.check(Call(kind, inputs, outputs, reduction))
-        if self._moves and calls:
-            taken = [tensor for _, _, outputs in calls for tensor in outputs]
-            refuse_shared(calls[0][0], taken, self._rank)
-
-    def _sparse_all_reduce(self, tensor: Tensor, op: Any, timeout: Any) -> TorchWork:
-        """Sum sparse tensors: their entries are gathered and added, whatever their number."""
-        reduction = reduction_of(op)
-        if reduction not in ("sum", "avg"):
-            raise CollectiveArgumentError(
-                self._rank, "all_reduce", "op", "SUM or AVG for a sparse tensor", reduction.upper()
-            )
-        own = tensor.coalesce()
-        counts = torch.empty(self._size, dtype=torch.int64, device=tensor.device)
-        self.all_gather_single(counts, counts.new_tensor([own.values().shape[0]]), timeout)
-        entries = [int(n) for n in counts.tolist()]
-        indices = [own.indices().new_empty(n, own.sparse_dim()) for n in entries]
-        values = [own.values().new_empty(n, *own.values().shape[1:]) for n in entries]
-        self.all_gather(indices, own.indices().t().contiguous(), timeout)
-        self.all_gather(values, own.values(), timeout)
-        with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns unless one chooses
-            total = torch.sparse_coo_tensor(
-                torch.cat(indices).t(), torch.cat(values), tensor.shape
-            ).coalesce()
-        tensor.copy_(total / self._size if reduction == "avg" else total)
-        return Finished((tensor,))
-
-    def _seconds(self, timeout: Timeout) -> float:
-        if timeout is None:
-            return self._timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, timedelta | float | int):
-            raise TypeError(
-                f"rank {self._rank}: timeout: expected a datetime.timedelta or seconds, "
-                f"got an object of type {type(timeout).__name__}"
-            )
-        seconds = seconds_of(timeout)
-        return self._timeout if seconds is None else seconds
-
-    def _same_length(self, operation: str, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-        if len(a) != len(b):
-            raise CollectiveArgumentError(
-                self._rank, operation, "outputs", f"as many as inputs, {len(b)}", str(len(a))
-            )
-
-    def _alive(self, operation: str) -> None:
-        if self._closed == FORKED:
-            raise ForkedError(self._rank, operation, 0, (self._rank,))
-        if self._closed:
-            raise GroupClosedError(
-                self._rank, operation, 0, (self._rank,), aborted=self._closed == "aborted"
-            )
-
-    def _collected(self, work: TorchWork) -> TorchWork:
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+        return self.make_call("barrier", (), (), timeout, async_op)
 
 
 def _in_place(tensors: Iterable[Tensor]) -> list[tuple[Any, Sequence[Tensor], Sequence[Tensor]]]:

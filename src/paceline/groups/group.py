@@ -36,7 +36,7 @@ from .._transport import Clock
 from ..errors import MonitoredBarrierError
 from ..recorder import events
 from . import objects, torch_world
-from .collectives import FORKED, Hooks, Timeout
+from .calling import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine, LentEngine
 from .engines.around import engine_around
 from .lineage import Reopen

@@ -18,8 +18,9 @@ from torch.distributed import Store
 from typing_extensions import Self
 
 from ..errors import CollectiveArgumentError, UnsupportedError
+from .calling import FORKED
 from .checks import Checker
-from .collectives import FORKED, Collectives
+from .collectives import Collectives
 from .engine import Engine
 from .launcher import going_on, tell_left
 from .meetings import Meetings
