@@ -98,3 +98,4 @@ class Reduction:
     dtype: torch.dtype | None = None  # of the exchange; None: that of the gradients
     reads_late: bool | None = None  # headers a pass later; None: where reading stops a device
     even_alone: bool = False  # go through the motions in a group of one as well
+    lazy: bool = False  # buckets have memory only while a pass needs it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,7 +19,8 @@ from .._torch import foreach
 from .._torch.c10d import FutureBase
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
-from .tensors import add_to_grad, like, local, settled, view_for
+from .memory import NOTHING, LazyMemory, Stretches, cut
+from .tensors import add_to_grad, local, settled
 
 
 class Phase(Enum):
@@ -69,6 +71,7 @@ class Bucket:
     work: TorchWork = FINISHED
     future: Future[Tensor] | None = None
     _starter: Starter | None = None
+    lazy: LazyMemory | None = None  # where there is memory only while a pass needs it
 
     @classmethod
     def allocate(
@@ -81,17 +84,39 @@ class Bucket:
         dtype: torch.dtype | None = None,
         lends: bool = True,
         extra: int = 0,
+        lazy: bool = False,
     ) -> Self:
-        """A bucket for ``params`` in memory that ``group`` likes, and ``extra`` elements more."""
+        """A bucket for ``params`` in memory that ``group`` likes, and ``extra`` elements more.
+
+        A ``lazy`` one has its memory from :meth:`claim` to :meth:`reset`.
+        """
         mine = [local(p) for p in params]
-        dtype = dtype or mine[0].dtype
-        sizes = [p.numel() for p in mine]
-        buffer = group.allocate(sum(sizes) + extra, dtype, mine[0].device)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        views = tuple(view_for(buffer, at, p) for at, p in zip(starts, params, strict=True))
-        grads = tuple(like(v, p) for v, p in zip(views, params, strict=True))
+        dtype, device = dtype or mine[0].dtype, mine[0].device
+        size = sum(p.numel() for p in mine)
         lends = lends and dtype == mine[0].dtype
-        return cls(index, tuple(numbers), tuple(params), buffer, views, grads, lends, sum(sizes))
+        make = functools.partial(group.allocate, size + extra, dtype, device)
+        memory = NOTHING if lazy else cut(make(), params)
+        bucket = cls(index, tuple(numbers), tuple(params), *memory, lends, size)
+        bucket.lazy = LazyMemory(bucket.params, make) if lazy else None
+        return bucket
+
+    def claim(self) -> bool:
+        """Have memory, if it has none; whether there is other memory now."""
+        if self.lazy is None or self.views:
+            return False
+        self.buffer, self.views, self.grads = self.lazy.get()
+        return True
+
+    def let_go(self) -> None:
+        """Keep no memory from pass to pass, if it is lazy; gradients stay where they lie."""
+        if self.lazy is not None and self.views:
+            self.lazy.let_go(Stretches(self.buffer, self.views, self.grads))
+            self.buffer, self.views, self.grads = NOTHING
+            self._starter = None
+
+    def lent(self) -> Sequence[Tensor | None]:
+        """By slot, what ``.grad`` is where it lies in this bucket; lazy ones keep nothing else."""
+        return self.grads if self.lazy is None or self.views else self.lazy.lent()
 
     @property
     def payload(self) -> Tensor:
@@ -111,6 +136,7 @@ class Bucket:
         if plain and self.take_whole(scale):
             return
         self._require(Phase.FILLING)
+        self.claim()
         grads = [self.params[slot].grad for slot in slots]
         self.taken.update(slots)
         self._take_each(slots, grads, scale)
@@ -124,7 +150,10 @@ class Bucket:
         if self.taken:
             return False
         grads = [param.grad for param in self.params]
-        if set(map(type, grads)) != _TENSOR or not self._take_plain(grads, scale):
+        if set(map(type, grads)) != _TENSOR:
+            return False
+        self.claim()
+        if not self._take_plain(grads, scale):
             return False
         self.taken.update(range(len(grads)))
         return True
@@ -257,7 +286,7 @@ class Bucket:
 
     def strange(self) -> list[int]:
         """Parameters whose ``.grad`` is no stretch of the buffer, though it should be."""
-        rows = zip(self.numbers, self.params, self.grads, strict=self.lends)
+        rows = zip(self.numbers, self.params, self.lent(), strict=self.lends)
         found = (n for n, p, own in rows if p.grad is not None and p.grad is not own)
         return list(found) if self.lends else []
 
@@ -279,6 +308,7 @@ class Bucket:
         self.absent.clear()
         self.kept.clear()
         self.work, self.future = FINISHED, None
+        self.let_go()
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:

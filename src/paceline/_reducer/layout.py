@@ -115,18 +115,20 @@ class Layout:
             return False
         self._laid_out = self.plan
         held = {n: p.grad for n, p in enumerate(self.params) if p.grad is not None}
-        views = {id(grad) for bucket in self.buckets for grad in bucket.grads}
+        views = {id(grad) for bucket in self.buckets for grad in bucket.lent()}
         self.buckets = []
         last = len(self.plan) - 1
         self.buckets = [
             self._allocate(i, row, group, header_rides=header_rides and i == last)
             for i, row in enumerate(self.plan)
         ]
-        for bucket in self.buckets:
+        for bucket in self.buckets if views else ():
             for slot, number in enumerate(bucket.numbers):
-                if bucket.lends and id(held.get(number)) in views:
+                if bucket.lends and number in held and id(held[number]) in views:
+                    bucket.claim()
                     bucket.views[slot].copy_(local(held.pop(number)))
                     bucket.params[slot].grad = bucket.grads[slot]
+            bucket.let_go()
         return True
 
     def carries_header(self, numbers: Sequence[int]) -> bool:
@@ -151,6 +153,7 @@ class Layout:
             dtype=self.policy.dtype,
             lends=self.policy.grads_are_views,
             extra=extra,
+            lazy=self.policy.lazy,
         )
 
 

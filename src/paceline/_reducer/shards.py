@@ -68,14 +68,15 @@ class ShardedBucket(Bucket):
         dtype: torch.dtype | None = None,
         lends: bool = True,
         extra: int = 0,
+        lazy: bool = False,
     ) -> Self:
         payload = sum(p.numel() for p in params)
         padding = -payload % group.size()
         bucket = super(ShardedBucket, cls).allocate(
-            index, numbers, params, group, dtype=dtype, lends=False, extra=padding
+            index, numbers, params, group, dtype=dtype, lends=False, extra=padding, lazy=lazy
         )
         each, rank = (payload + padding) // group.size(), group.rank()
-        bucket.buffer[payload:].zero_()
+        bucket.buffer[payload:].zero_()  # of a lazy one, when there is memory
         bucket.shard = Shard(bucket.params, payload + padding, rank * each, (rank + 1) * each)
         return bucket
 
@@ -84,6 +85,12 @@ class ShardedBucket(Bucket):
         """This rank's part."""
         assert self.shard is not None
         return self.shard
+
+    def claim(self) -> bool:
+        fresh = super(ShardedBucket, self).claim()
+        if fresh:
+            self.buffer[self.size :].zero_()
+        return fresh
 
     @property
     def means(self) -> Tensor:
@@ -109,7 +116,8 @@ class ShardedBucket(Bucket):
 
     def conclude(self) -> None:
         if self.own.touched:
-            self.own.accept(self.means)
+            lasts = self.lazy is None or self.own.grad is not None
+            self.own.accept(self.means if lasts else self.means.clone())
 
     def give_back_all(self) -> None:
         """Only note it: the means are in the shard."""

@@ -134,9 +134,11 @@ class Binding:
         buckets = reducer.buckets if reducer.averages else ()
         places: list[AveragePlace | None] = [None] * len(self.params)
         for index, bucket in enumerate(buckets):
+            bucket.claim()
             for number, view in zip(bucket.numbers, bucket.views, strict=True):
                 offset = int(view.storage_offset() - bucket.buffer.storage_offset())
                 places[number] = AveragePlace(index, offset, tuple(view.shape), view.stride())
+            bucket.let_go()
         return StepLayout(
             launches=tuple(row for bucket in buckets for row in self._rows(bucket.numbers)),
             places=tuple(places),

@@ -33,7 +33,10 @@ def plan(
     launch_early(graph)
     walk = _Walk(graph)
     ranks = world_size or reducer.group.size()
-    return Schedule(tuple(walk.planned(bucket, reducer, ranks) for bucket in reducer.buckets))
+    planned = tuple(walk.planned(bucket, reducer, ranks) for bucket in reducer.buckets)
+    for bucket in reducer.buckets:
+        bucket.let_go()
+    return Schedule(planned)
 
 
 def _graph_of(binding: Binding, batch: Sequence[Any]) -> Graph:

@@ -60,7 +60,9 @@ class Wire:
         return self.ddp.traced.number
 
     def buffers(self) -> list[Tensor]:
-        """The memory of the buckets."""
+        """The memory of the buckets; lazy ones have it from now to the end of the pass."""
+        for bucket in self.reducer.buckets:
+            bucket.claim()
         return [bucket.buffer for bucket in self.reducer.buckets]
 
     @property
@@ -100,8 +102,9 @@ class Wire:
     def settle(self, given: Sequence[Tensor]) -> None:
         """Wait for the averages, and see to it that ``given`` holds them."""
         self._say_first()
+        own = self.buffers()
         self.reducer.handed.average()
-        _fill(given, self.buffers())
+        _fill(given, own)
 
     def _say_first(self) -> None:
         first, self._first = self._first, _nothing

@@ -143,6 +143,7 @@ def choose_policy(
     dtype: torch.dtype | None = None,
     strict: bool = False,
     even_alone: bool = False,
+    lazy: bool = False,
 ) -> Reduction:
     """How gradients are averaged; views into buckets unless that is refused."""
     return Reduction(
@@ -154,6 +155,7 @@ def choose_policy(
         skip_unused=skip_all_reduce_unused_params,
         dtype=dtype,
         even_alone=even_alone,
+        lazy=lazy,
     )
 
 

@@ -87,6 +87,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -114,6 +115,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self._require_manual_backward_finalization = False
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
@@ -158,6 +160,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
             dtype=_transfer_dtype(self.mixed_precision),
             strict=is_strict(),
             even_alone=foreign or os.environ.get("PACELINE_SKIP_ALONE") == "0",
+            lazy=self.lazy_bucket_allocation,
         )
         strip(self.module)
         self._caster = None
@@ -525,6 +528,8 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
 
     def _restore(self, state: dict[str, Any], process_group: ProcessGroup) -> None:
         state.pop("broadcast_buffers", None)
+        for name in ("lazy_bucket_allocation", "_require_manual_backward_finalization"):
+            state.setdefault(name, False)  # pickled before there was such a thing
         self.process_group = process_group
         nn.Module.__setstate__(self, state)
         self._module_parameters = [
