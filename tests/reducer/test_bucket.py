@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing import assert_close
 
-from paceline._reducer.bucket import Bucket, GradBucket, Phase, SparseBucket
+from paceline._reducer.bucket import Bucket, Phase, SparseBucket
+from paceline._reducer.grad_bucket import GradBucket
 from paceline.errors import BucketPhaseError, CommHookError
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks

@@ -1,6 +1,7 @@
 """Gradients in, averages out. ``reducer.py`` begins with how a backward pass goes."""
 
-from .bucket import Bucket, GradBucket
+from .bucket import Bucket
+from .grad_bucket import GradBucket
 from .handed import Handed
 from .listeners import listen
 from .observers import Observers

@@ -19,6 +19,7 @@ from .._torch import foreach
 from .._torch.c10d import FutureBase
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
+from .grad_bucket import GradBucket
 from .memory import NOTHING, LazyMemory, Stretches, cut
 from .tensors import add_to_grad, local, settled
 
@@ -31,7 +32,7 @@ class Phase(Enum):
     REDUCED = auto()  # it has been waited for: the averages may be read
 
 
-Hook = Callable[["GradBucket"], "Future[Tensor]"]
+Hook = Callable[[GradBucket], "Future[Tensor]"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,6 +73,7 @@ class Bucket:
     future: Future[Tensor] | None = None
     _starter: Starter | None = None
     lazy: LazyMemory | None = None  # where there is memory only while a pass needs it
+    places: tuple[int, ...] = ()  # where the views lie, if .grad is one of them
 
     @classmethod
     def allocate(
@@ -98,13 +100,23 @@ class Bucket:
         memory = NOTHING if lazy else cut(make(), params)
         bucket = cls(index, tuple(numbers), tuple(params), *memory, lends, size)
         bucket.lazy = LazyMemory(bucket.params, make) if lazy else None
+        bucket.places = tuple(map(Tensor.data_ptr, bucket.views)) if lends else ()
         return bucket
 
     def claim(self) -> bool:
         """Have memory, if it has none; whether there is other memory now."""
-        if self.lazy is None or self.views:
+        if self.lazy is None:
+            return self._put_right()
+        if self.views:
             return False
         self.buffer, self.views, self.grads = self.lazy.get()
+        return True
+
+    def _put_right(self) -> bool:
+        """Cut the views anew, if a program has put other memory under ``.grad``, which was one."""
+        if self.taken or not self.places or tuple(map(Tensor.data_ptr, self.views)) == self.places:
+            return False
+        _, self.views, self.grads = cut(self.buffer, self.params)
         return True
 
     def let_go(self) -> None:
@@ -364,51 +376,6 @@ class SparseBucket(Bucket):
 
     def add(self, slot: int, total: Tensor) -> None:
         add_to_grad(self.params[slot], total, sparse=True)
-
-
-class GradBucket:
-    """A bucket as communication hooks see it; the interface of ``torch.distributed.GradBucket``."""
-
-    def __init__(self, bucket: Bucket, *, last: bool, weight: float = 1.0) -> None:
-        self._bucket = bucket
-        self._last = last
-        self._buffer = bucket.payload
-        # What this rank's gradients were multiplied by, 0 while it stands in. A hook that keeps
-        # something from one pass to the next keeps it without: the next weight may be another.
-        self.weight = weight
-
-    def index(self) -> int:
-        """The bucket's place; buckets are launched in this order."""
-        return self._bucket.index
-
-    def buffer(self) -> Tensor:
-        """All gradients, flat."""
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        """All gradients, each in the shape of its parameter."""
-        if self._buffer.is_sparse:
-            return [self._buffer]
-        if self._buffer.data_ptr() == self._bucket.buffer.data_ptr():
-            return list(self._bucket.views)
-        sizes = [view.numel() for view in self._bucket.views]
-        parts = self._buffer.split(sizes)
-        return [part.view(p.shape) for part, p in zip(parts, self._bucket.params, strict=True)]
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters they belong to."""
-        return list(self._bucket.params)
-
-    def is_last(self) -> bool:
-        """Whether no bucket comes after this one in the pass."""
-        return self._last
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Put another tensor of the same size in the place of the buffer."""
-        self._buffer = buffer
-
-    def __repr__(self) -> str:
-        return f"GradBucket({self.index()}, {self._buffer.numel()} x {self._buffer.dtype})"
 
 
 _TENSOR = {Tensor}  # the types of gradients that are plain memory
