@@ -20,7 +20,7 @@ from .._torch.c10d import FutureBase
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
 from .grad_bucket import GradBucket
-from .memory import NOTHING, LazyMemory, Stretches, cut
+from .memory import NOTHING, BucketMemory, LazyMemory, cut
 from .tensors import add_to_grad, local, settled
 
 
@@ -122,7 +122,7 @@ class Bucket:
     def let_go(self) -> None:
         """Keep no memory from pass to pass, if it is lazy; gradients stay where they lie."""
         if self.lazy is not None and self.views:
-            self.lazy.let_go(Stretches(self.buffer, self.views, self.grads))
+            self.lazy.let_go(BucketMemory(self.buffer, self.views, self.grads))
             self.buffer, self.views, self.grads = NOTHING
             self._starter = None
 

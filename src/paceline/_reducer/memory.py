@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from .tensors import like, local, view_for
 
 
-class Stretches(NamedTuple):
+class BucketMemory(NamedTuple):
     """One flat tensor, and each gradient's part of it."""
 
     buffer: Tensor
@@ -26,17 +26,17 @@ class Stretches(NamedTuple):
     grads: tuple[Tensor, ...]  # the views, as what ``.grad`` may be
 
 
-NOTHING = Stretches(torch.empty(0), (), ())
+NOTHING = BucketMemory(torch.empty(0), (), ())
 
 
-def cut(buffer: Tensor, params: Sequence[Tensor]) -> Stretches:
+def cut(buffer: Tensor, params: Sequence[Tensor]) -> BucketMemory:
     """``buffer`` with stretches for the gradients of ``params``, one after another."""
     views, at = [], 0
     for param in params:
         views.append(view_for(buffer, at, param))
         at += local(param).numel()
     grads = tuple(like(view, param) for view, param in zip(views, params, strict=True))
-    return Stretches(buffer, tuple(views), grads)
+    return BucketMemory(buffer, tuple(views), grads)
 
 
 class LazyMemory:
@@ -47,7 +47,7 @@ class LazyMemory:
         self._lent: tuple[TensorWeakRef, ...] = ()  # what .grad was when it was let go
         self._numel, self._at = 0, 0
 
-    def get(self) -> Stretches:
+    def get(self) -> BucketMemory:
         """Where a gradient still lies in what was let go of, that; otherwise other memory."""
         lent = [g if g is not None and self._is_in_place(g) else None for g in self.lent()]
         kept = next((local(g) for g in lent if g is not None), None)
@@ -57,9 +57,9 @@ class LazyMemory:
         flat.set_(kept.untyped_storage(), 0, (self._numel,), (1,))
         memory = cut(flat, self._params)
         grads = (new if old is None else old for new, old in zip(memory.grads, lent, strict=True))
-        return Stretches(memory.buffer, memory.views, tuple(grads))
+        return BucketMemory(memory.buffer, memory.views, tuple(grads))
 
-    def let_go(self, memory: Stretches) -> None:
+    def let_go(self, memory: BucketMemory) -> None:
         """Keep nothing of it but where gradients may lie."""
         self._lent = tuple(map(TensorWeakRef, memory.grads))
         self._numel, self._at = memory.buffer.numel(), memory.buffer.data_ptr()
