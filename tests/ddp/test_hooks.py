@@ -302,7 +302,7 @@ def _train_with_power(meeting: Meeting, backend: str) -> list[Grads]:
 )
 @pytest.mark.parametrize("backend", ["stock gloo", "gloo", "shm"])
 def test_powersgd_gives_what_it_gives_under_torch(backend: str) -> None:
-    for ours, theirs in spawn_ranks(2, _train_with_power, backend, deadline=90):
+    for ours, theirs in spawn_ranks(2, _train_with_power, backend, deadline=240):
         assert_same(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
