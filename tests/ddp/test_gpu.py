@@ -160,6 +160,26 @@ def test_ranks_without_a_weight_divide_as_those_with_one(backend: str) -> None:
         assert found == [1.5, 1.5, 1.75, 1.75, 1.75, 1.75, 1.5]
 
 
+def _hold_something(meeting: Meeting, backend: str) -> list[float]:
+    found, ones = [], torch.ones(1, 1, device="cuda")
+    with meeting.new_group(backend, device="cuda:0") as group:
+        ddp, rank = DDP(line(), process_group=group), meeting.rank
+        for step in range(4):
+            ddp.zero_grad()
+            ddp.module(ones * 10.0 * rank).sum().backward()  # of this rank alone
+            ddp.samples(0.0 if step == 3 else 1.0 + 2 * rank)
+            ddp(ones * (1.0 + rank)).sum().backward()
+            found.append(float(ddp.module.weight.grad))
+    return found
+
+
+@two_ranks
+def test_what_a_rank_holds_is_averaged_with_a_weighted_pass(backend: str) -> None:
+    mean = (1 * 1 + 3 * 12) / 4
+    for found in spawn_ranks(2, _hold_something, backend, deadline=120):
+        assert found == pytest.approx([mean, mean, mean, 5.0])  # no rank counts in the last
+
+
 class Unlucky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
