@@ -94,11 +94,12 @@ ifneq ($(shell command -v gcc || command -v cc),)
 endif
 endif
 
-# torch comes first and the package is built without isolation, so torch is fetched once.
+# torch comes first and the package is built without isolation, so torch is fetched once. Some
+# versions of torch want setuptools below 82.
 $(READY): pyproject.toml setup.py $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) "$(TORCH)"
-	$(INSTALL) "setuptools>=77" wheel
+	$(INSTALL) "setuptools>=77,<82" wheel
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@test -e src/paceline/_transport/_shm.so || echo "note: built without the shared-memory" \
 	  "library; to see why: $(BIN)/pip install -v --no-build-isolation --no-deps -e ."
