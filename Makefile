@@ -44,7 +44,8 @@ test-pinned: $(READY) ## run the tests with ranks on unequal cores: odd ranks on
 versions: ## run the tests with each torch of VERSIONS, in environments .venv-2.13.0 and so on
 	@for version in $(VERSIONS); do \
 	  $(MAKE) --no-print-directory setup VENV=.venv-$$version TORCH=torch==$$version || exit 1; done
-	@$(PYTHON) tests/versions.py --jobs $(JOBS) $(if $(SAVE),--save $(SAVE)) $(VERSIONS)
+	@$(PYTHON) tests/versions.py --jobs $(JOBS) $(if $(SAVE),--save $(SAVE)) $(VERSIONS) \
+	  $(if $(TESTS),-- $(TESTS))
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow

@@ -3,7 +3,7 @@
     make versions                              2.13.0 and 2.15.0, in .venv-2.13.0 and .venv-2.15.0
     make versions VERSIONS="2.11.0 2.12.0"     with others
     make versions SAVE=docs/versions.md        and put the table into that page
-    python tests/versions.py 2.15.0 -- tests/groups    some of the tests, where make has been before
+    make versions TESTS=tests/groups           some of the tests
 
 The environments are made by ``make setup``, as .venv is: each has torch and everything that the
 tests need. The suite runs in one after the other; a table says what came of it. Needs nothing but
