@@ -50,7 +50,7 @@ import torch, torch.distributed as dist, paceline
 
 def doubled(x, group):
     group.all_reduce(x)
-    return x + group.size(), group == group
+    return x + group.size()
 
 with paceline.new_group("gloo", store=dist.HashStore(), rank=0, world_size=1) as group:
     for backend in ("eager", "aot_eager"):

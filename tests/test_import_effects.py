@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from paceline._torch import patches
 from paceline.compiled import UNAVAILABLE
@@ -141,7 +142,9 @@ ours = [
     and str(getattr(vars(module).get(where.rpartition(".")[2]), "__module__", "")).startswith("pac")
 ]
 torch.compiler.reset()
-outlived = [agree(through_the_group, first), agree(as_torch_traces_it, first)]
+outlived = [agree(through_the_group, first)]
+if torch.__version__ >= "2.12":  # Dynamo of 2.11 cannot ask `group or WORLD`, as torch does
+    outlived.append(agree(as_torch_traces_it, first))
 other = fake(2, 4)
 paceline.uninstall()
 torch.compiler.reset()
@@ -162,8 +165,8 @@ result = dict(
 CHANGED = (
     ":_torchdynamo_inline",
     ".traceable_collective_remaps",
-    ".vt_identity_compare",
     ".CollectiveFunctionRewriteVariable.call_function",
+    *([".vt_identity_compare"] if torch.__version__ >= "2.13" else []),  # 2.11 and 2.12 have none
 )
 
 needs_types = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
