@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 import torch._dynamo  # noqa: F401  # the first forward of a wrapper would, within a test's deadline
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,10 @@ LONG = (
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
+
+
+hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine takes its time
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ def run(script: str, *arguments: str, deadline: float) -> list[str]:
     return done.stdout.splitlines()
 
 
-def on_ranks(ranks: int, script: str, *arguments: str, deadline: float = 120) -> list[str]:
+def on_ranks(ranks: int, script: str, *arguments: str, deadline: float = 300) -> list[str]:
     """What all ranks of the script printed, rank by rank, under a launcher's variables."""
     said = spawn_ranks(ranks, _as_script, str(ROOT / script), arguments, deadline=deadline)
     return [line for lines in said for line in lines]

@@ -254,7 +254,9 @@ def test_a_rank_that_returns_but_does_not_end_is_hung() -> None:
 
 def one_fails_one_hangs(meeting: Meeting) -> None:
     if meeting.rank == 0:
+        meeting.store().wait(["the other is there"])
         raise ValueError("why the other hangs")
+    meeting.store().set("the other is there", "")
     hang()
 
 

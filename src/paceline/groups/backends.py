@@ -126,14 +126,18 @@ class EngineBackend:
         engine = self.engine(store, rank, world_size, options)
         return Group(engine, rank, world_size, options=options, store=store, reopen=open_engine)
 
-    def engine(self, store: Store, rank: int, size: int, options: GroupOptions) -> Engine:
-        """Open this rank's engine, after all ranks have agreed on what they open."""
-        given = options.backend_options
+    def refuse(self, rank: int, size: int, given: Mapping[str, object]) -> None:
+        """Raise if it takes no such options or so many ranks; before any of them is waited for."""
         if self.options is not None and (unknown := sorted(set(given) - set(self.options))):
             raise UnexpectedOptionError(self.name, unknown, self.options)
         if self.max_ranks is not None and size > self.max_ranks:
             reason = f"{size} ranks, and it takes {self.max_ranks}"
             raise EngineUnavailableError(self.name, reason, rank)
+
+    def engine(self, store: Store, rank: int, size: int, options: GroupOptions) -> Engine:
+        """Open this rank's engine, after all ranks have agreed on what they open."""
+        given = options.backend_options
+        self.refuse(rank, size, given)
         if self.peers:
             alike = given if self.same_options else {}
             agree_on(store, rank, size, options.timeout, _facts(self.name, options.device, alike))

@@ -79,6 +79,7 @@ def new_group(
     key = "all" if ranks is None else ",".join(map(str, members))
     corner = PrefixStore("paceline", store)
     if isinstance(factory, EngineBackend) and factory.peers:
+        factory.refuse(members.index(rank), len(members), options)
         group = _meet_and_open(open_in, corner, key, rank, members, timeout)
     else:  # it need not have any: a turn for each call, so that a store serves any number of groups
         turn = corner.add(f"{key}/turn/{rank}", 1)
