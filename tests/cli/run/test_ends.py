@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from paceline.cli.run.agent import ways_to_end
 from paceline.cli.run.launch import Conduct
-from tests.cli.launches import Launched, fork, paceline
+from tests.cli.launches import Launched, fork, paceline, signals_kept
 from tests.cli.run.test_ctrl_c import alive
 from tests.cli.run.test_machines import free_port
 
@@ -168,7 +168,9 @@ def test_a_launcher_that_waits_for_other_machines_ends_at_once_and_leaves_nothin
     port = free_port()
     words = ["run", "--nproc", 1, "--nnodes", 2, "--master-addr", "127.0.0.1"]
     words += ["--master-port", port, "--node-rank", node_rank, tmp_path / "script.py"]
-    launched = begin(*words)
+    with signals_kept():
+        signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+        launched = begin(*words)
     if node_rank == 0:
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
         store.wait(["paceline/round/1"])
