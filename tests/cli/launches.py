@@ -129,9 +129,10 @@ def _be_the_command(
     code = 70
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in ignored:  # as a process that the test starts itself inherits it
-            signal.signal(number, signal.SIG_IGN)
+        for number in _SIGNALS:  # as a process that the test starts itself inherits it
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        if signal.SIGINT not in ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
         os.closerange(3, 256)  # what the server holds
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
