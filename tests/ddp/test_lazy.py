@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import replicate
-from paceline.errors import PeerError
+from paceline.errors import PeerError, WrapperMismatchError
 from paceline.groups import Group
 from paceline.optim import ZeroRedundancyOptimizer
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -272,13 +272,22 @@ def test_a_pass_that_fails_leaves_no_memory_behind() -> None:
 # With what else there is.
 
 
-def test_ranks_may_differ_in_it() -> None:
+def test_not_even_the_first_pass_has_a_bucket_for_everything() -> None:
     def one_rank(group: Group) -> None:
-        ddp = DDP(model(), process_group=group, lazy_bucket_allocation=group.rank() == 1)
-        for step in range(3):
-            ddp.zero_grad()
-            loss(ddp, group.rank(), step).backward()
-            assert_same(grads(ddp), expected(step))
+        ddp, seen = lazy(group, bucket_cap_mb=TINY), []
+        allocate = group.allocate
+        group.allocate = lambda *what: seen.append(what[0]) or allocate(*what)  # type: ignore[method-assign,func-returns-value]
+        loss(ddp, group.rank()).backward()
+        assert len(seen) > 1
+        assert_same(grads(ddp), expected())
+
+    run_ranks(2, one_rank)
+
+
+def test_ranks_that_differ_in_it_are_told_so() -> None:
+    def one_rank(group: Group) -> None:
+        with pytest.raises(WrapperMismatchError, match="lazy_bucket_allocation"):
+            DDP(model(), process_group=group, lazy_bucket_allocation=group.rank() == 1)
 
     run_ranks(2, one_rank)
 

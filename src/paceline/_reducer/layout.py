@@ -33,6 +33,8 @@ class Layout:
         self.specs = [self._spec(number) for number in range(len(self.params))]
         static = policy.static_graph
         self.first_caps, _ = policy.caps.compute_bucket_size_limits(static, policy.find_unused)
+        if policy.lazy:  # one bucket for all would have to be there at once
+            self.first_caps = list(policy.caps.rebuilt)
         self.plan: Assignment = first_plan(self.specs, self.first_caps)
         self._laid_out: Assignment = ()  # the plan of the buckets
         self._placed: Assignment = ()  # the plan of the places

@@ -39,6 +39,7 @@ def arguments(policy: Reduction, *, syncs_buffers: bool) -> dict[str, str]:
         "skip_all_reduce_unused_params": str(policy.skip_unused),
         "mixed_precision": f"reduced as {policy.dtype}" if policy.dtype else "None",
         "forward_sync_buffers": str(syncs_buffers),
+        "lazy_bucket_allocation": str(policy.lazy),
     }
 
 
