@@ -170,17 +170,17 @@ def clip_dtensors(meeting: Meeting, order: float) -> tuple[float, list[str], lis
             places = getattr(param, "placements", None)
             param.grad = value if places is None else distribute_tensor(value, mesh, places)
         calls = []
-        original = Group._do
+        original = Group.make_call
 
         def counted(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
             calls.append(kind)
             return original(self, kind, *args, **kwargs)  # type: ignore[arg-type]
 
-        Group._do = counted  # type: ignore[method-assign]
+        Group.make_call = counted  # type: ignore[method-assign]
         try:
             norm = clip_grad_norm_(params, 0.5, order)
         finally:
-            Group._do = original  # type: ignore[method-assign]
+            Group.make_call = original  # type: ignore[method-assign]
         full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in params]
         return float(norm), calls, full  # type: ignore[return-value]
 
