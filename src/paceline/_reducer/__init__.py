@@ -9,6 +9,7 @@ from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
 from .shards import Shard, ShardedGradients
+from .steps import look_before_steps, steps
 from .summary import ReducerSummary
 from .tensors import local
 from .weights import Ledger
@@ -29,4 +30,6 @@ __all__ = [
     "assign",
     "listen",
     "local",
+    "look_before_steps",
+    "steps",
 ]

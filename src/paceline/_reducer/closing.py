@@ -147,7 +147,7 @@ class PassClosing:
         running.header = memory
         of.mailbox.keep(memory, of.ledger.unit)
         special = running.absent or running.late or running.trouble or of.observers.see_buckets
-        if special or of.mailbox.by_active or of.heeds():
+        if special or of.mailbox.by_active or of.mailbox.heeds():
             return of.mailbox.read(memory, self._method.ranks)
         return None
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.autograd import call_after_backward, current_task
@@ -24,6 +23,7 @@ from .._torch.tensors import forget_empty_hooks
 from ..errors import LateGradientError, ModuleStateError, PacelineError, UnfinalizedError
 from .listeners import listen_before
 from .passes import Pass, State
+from .steps import look_before_steps, steps, stop_looking
 from .tensors import add_to_grad, local
 
 if TYPE_CHECKING:
@@ -68,12 +68,15 @@ class Finalization:
                 f"finalization. (rank {self._of.group.rank()}; the other ranks are not affected)"
             )
         self.required = required
-        (_guard if required else _unguard)(self)
+        if required:
+            look_before_steps(self, _look)
+        else:
+            stop_looking(self)
 
     def continue_from(self, other: Finalization) -> None:
         """Require what ``other``, whose reducer is no more, required."""
         self.require(other.required)
-        _unguard(other)
+        stop_looking(other)
 
     # -- what has to wait ---------------------------------------------------------------------
 
@@ -82,13 +85,11 @@ class Finalization:
         if self.pending:
             raise UnfinalizedError(self._of.group.rank(), what)
 
-    def refuse_step(self, what: str, params: Iterable[Tensor]) -> None:
-        """Raise if ``what`` is to use gradients of parameters whose averages are not there."""
+    def refuse_step(self, what: str, stepped: Collection[int]) -> None:
+        """Raise if ``what`` is to step a parameter, by its id, whose average is not there."""
         if self.pending:
-            its = {id(param) for param in params}
-            names = [
-                n for n, p in zip(self._of.names, self._of.params, strict=True) if id(p) in its
-            ]
+            rows = zip(self._of.names, self._of.params, strict=True)
+            names = [name for name, param in rows if id(param) in stepped]
             if names:
                 raise UnfinalizedError(self._of.group.rank(), what, names)
 
@@ -182,29 +183,5 @@ def _refuse(rank: int, name: str, grad: Tensor | None) -> None:
         raise LateGradientError(rank, [name])
 
 
-_guarded: weakref.WeakSet[Finalization] = weakref.WeakSet()
-_handle: list[RemovableHandle] = []  # torch's, while there is somebody to guard
-
-
-def _guard(finalization: Finalization) -> None:
-    """Look whenever an optimizer is about to step."""
-    _guarded.add(finalization)
-    if not _handle:
-        _handle.append(register_optimizer_step_pre_hook(_look))
-
-
-def _unguard(finalization: Finalization) -> None:
-    _guarded.discard(finalization)
-    if not _guarded and _handle:
-        _handle.pop().remove()
-
-
-def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    refuse_unfinalized(params, f"{type(optimizer).__name__}.step()")
-
-
-def refuse_unfinalized(params: Iterable[Tensor], what: str) -> None:
-    """Raise if ``what`` is to use averages of these parameters that nobody has waited for."""
-    for finalization in list(_guarded):
-        finalization.refuse_step(what, params)
+def _look(finalization: Finalization, optimizer: Optimizer) -> None:
+    finalization.refuse_step(f"{type(optimizer).__name__}.step()", steps(optimizer))

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from ..groups import Group
 from ..policies import Reduction
-from . import unseen
 from .bucket import Hook
 from .diary import Diary
 from .expected import Expected
@@ -44,6 +43,7 @@ from .method import CommHook
 from .observers import Observers
 from .runner import Runner
 from .shards import ShardedGradients
+from .steps import stop_looking
 from .unused import Picture
 from .weights import Ledger
 
@@ -74,8 +74,7 @@ class Reducer(Facts):
         self.ledger = Ledger()
         self.expected = Expected(wanted)
         self.observers = Observers()
-        self.mailbox = Mailbox()  # which outlives it: nothing in it knows the reducer
-        self.heeds = heeds
+        self.mailbox = Mailbox(heeds)  # which outlives it: nothing in it knows the reducer
         self.listeners = Listeners(self, wanted=hooks)
         self.handed = Handed(self)
         self.finalization = Finalization(self)
@@ -96,7 +95,7 @@ class Reducer(Facts):
         self.retire()
         heir = Reducer(params, names, self.group, self.policy, sparse=sparse)
         heir.ledger, heir.expected, heir.observers = self.ledger, self.expected, self.observers
-        heir.mailbox, heir.heeds = self.mailbox.successor(), self.heeds
+        heir.mailbox = self.mailbox.successor()
         heir.finalization.continue_from(self.finalization)
         heir.diary.continue_from(self.diary)
         if self.comm_hook is not None:
@@ -107,7 +106,7 @@ class Reducer(Facts):
         """Never average again; another reducer may take the parameters over."""
         self.listeners.remove()
         self.runner.retire()
-        unseen.unguard(self)
+        stop_looking(self)
 
     def note_error(self, text: str) -> None:
         """Keep what went wrong, for torch's logging data."""

@@ -9,15 +9,15 @@ raise what another rank said. The end of the group asks also for a wrapper that 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from .._reducer import look_before_steps, steps
 from ..errors import PeerError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def watch(replica: Replica) -> None:
             hear()
 
     replica.group.before_shutdown(ask)
-    _ask_before_steps()
+    look_before_steps(replica, _ask_before_step)
 
 
 def follow(replica: Replica) -> None:
@@ -55,22 +55,11 @@ def follow(replica: Replica) -> None:
         _heirs[replica][:] = [replica.reducer.unheard]
 
 
-@functools.cache  # for as long as this process runs: once
-def _ask_before_steps() -> None:
-    register_optimizer_step_pre_hook(_ask_before_step)
-
-
-def _ask_before_step(optimizer: Optimizer, *_: object) -> None:
+def _ask_before_step(replica: Replica, optimizer: Optimizer) -> None:
     if getattr(optimizer, "asks_first", False):  # it is one of ours, and others step with it
-        _ask_for(optimizer)
-
-
-def _ask_for(optimizer: Optimizer) -> None:
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for held in list(_replicas.values()):
-        living = held()
-        if living is not None and any(id(p) in stepped for p in living.reducer.params):
-            living.hear()
+        its = steps(optimizer)
+        if any(id(param) in its for param in replica.reducer.params):
+            replica.hear()
 
 
 def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:
