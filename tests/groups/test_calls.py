@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline import Group
-from paceline.errors import CollectiveTypeError, GroupClosedError
+from paceline.errors import CollectiveTypeError, GroupClosedError, WaitTimeoutError
 from paceline.groups import ReduceOp, Work
+from paceline.groups.work import Together, Watcher
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
@@ -101,6 +103,51 @@ def wait_in_vain(meeting: Meeting, kind: str, backend: str) -> bool:
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_call_has_the_timeout_that_it_was_given(kind: str, backend: str) -> None:
     assert all(spawn_ranks(2, wait_in_vain, kind, backend, deadline=LONG))
+
+
+def wait_and_have_it_waited_for(meeting: Meeting, backend: str) -> list[float]:
+    found = []
+    with meeting.new_group(backend) as group:
+        for _ in range(20):
+            tensor = torch.ones(100_000)  # as two ranks over gloo send each other
+            work = group.all_reduce(tensor, async_op=True)
+            future = work.get_future()  # a thread waits, too
+            work.wait(timedelta(seconds=LONG))
+            future.wait()
+            found.append(tensor[7].item())
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_may_be_waited_for_by_several(backend: str) -> None:
+    both = spawn_ranks(2, wait_and_have_it_waited_for, backend, deadline=LONG)
+    assert both == [[2.0] * 20] * 2
+
+
+class Message(dist.Work):
+    """One of torch's engine's: whoever waits for it a second time waits for ever."""
+
+    def __init__(self, *outcomes: bool) -> None:
+        super().__init__()
+        self.outcomes = list(outcomes)  # False: it takes longer than somebody waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.outcomes.pop(0):
+            raise WaitTimeoutError(timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        return not self.outcomes
+
+
+def test_what_has_come_is_not_waited_for_again_when_the_rest_took_too_long() -> None:
+    first, second = Message(True), Message(False, True)
+    work = Together([first, second], (), Watcher("test"))
+    with pytest.raises(WaitTimeoutError):
+        work.wait(timedelta(seconds=1))
+    assert not work.is_completed()
+    assert work.wait()
+    assert work.is_completed()
 
 
 # -- in place ---------------------------------------------------------------------------------

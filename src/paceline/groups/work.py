@@ -61,6 +61,7 @@ class Work(TorchWork):
     entry: events.Entry | None = None  # in the recorder
     _finishers: Sequence[Finisher] = ()
     _once: threading.Lock | None = None  # for whoever runs the finishers, if there are any
+    _turn: threading.RLock | None = None  # for whoever waits, where only one may
     _ended = False
     _error: BaseException | None = None
 
@@ -98,19 +99,40 @@ class Work(TorchWork):
         """Block until done. After ``timeout`` it raises, as torch's does, and the work goes on."""
         if not self._ended:
             seconds = None if timeout is None else seconds_of(timeout)
-            try:
-                over = self._block(seconds)
-            except BaseException as error:
-                if self.entry is not None:
-                    events.failed(self.entry, error)
-                self._end(error)
+            if self._turn is None:
+                self._wait(seconds)
             else:
-                if not over:
-                    raise WaitTimeoutError(seconds or 0.0)
-                self._end(None)
+                self._wait_in_turn(self._turn, seconds)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_in_turn(self, turn: threading.RLock, seconds: float | None) -> None:
+        """Wait, or for whoever waits already.
+
+        A message of gloo's is handed to one who waits for it; a second would wait for ever.
+        """
+        began = time.monotonic()
+        if not turn.acquire(timeout=-1 if seconds is None else seconds):
+            raise WaitTimeoutError(seconds or 0.0)
+        try:
+            if not self._ended:
+                spent = time.monotonic() - began
+                self._wait(None if seconds is None else max(seconds - spent, 0.001))
+        finally:
+            turn.release()
+
+    def _wait(self, seconds: float | None) -> None:
+        try:
+            over = self._block(seconds)
+        except BaseException as error:
+            if self.entry is not None:
+                events.failed(self.entry, error)
+            self._end(error)
+        else:
+            if not over:
+                raise WaitTimeoutError(seconds or 0.0)
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         if self._once is None:  # then it is no matter who comes first
@@ -201,6 +223,7 @@ class Wrapped(Work):
         super().__init__(outputs)
         self._inner = inner
         self._completer = watcher
+        self._turn = threading.RLock()
 
     def _block(self, seconds: float | None) -> bool:
         return wait_for(self._inner, seconds)
@@ -234,15 +257,17 @@ class Together(Work):
 
     def __init__(self, works: Sequence[TorchWork], outputs: Sequence[Tensor], watcher: Watcher):
         super().__init__(outputs)
-        self._works = works
+        self._works = works  # that nobody has seen ending
         self._completer = watcher
+        self._turn = threading.RLock()
 
     def _block(self, seconds: float | None) -> bool:
         end = None if seconds is None else time.monotonic() + seconds
-        for work in self._works:  # all of them, in the time for one
+        while self._works:  # all of them, in the time for one
             left = None if end is None else max(end - time.monotonic(), 0.001)
-            if not wait_for(work, left):
+            if not wait_for(self._works[0], left):
                 return False
+            self._works = self._works[1:]  # others may be looking at it
         return True
 
     def _poll(self) -> bool:
