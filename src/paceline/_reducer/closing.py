@@ -147,7 +147,7 @@ class PassClosing:
         running.header = memory
         of.mailbox.keep(memory, of.ledger.unit)
         special = running.absent or running.late or running.trouble or of.observers.see_buckets
-        if special or of.mailbox.by_active or of.mailbox.heeds():
+        if special or of.mailbox.by_active or of.observers.heed():
             return of.mailbox.read(memory, self._method.ranks)
         return None
 

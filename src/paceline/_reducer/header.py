@@ -8,7 +8,7 @@ reached it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +126,7 @@ class Kept:
 class Mailbox:
     """Writes headers quickly, and reads them when that need not stop a device."""
 
-    def __init__(self, heeds: Callable[[], bool] = lambda: False) -> None:
-        self.heeds = heeds  # whether somebody acts on what ranks say before the next pass
+    def __init__(self) -> None:
         self.told: Header | None = None  # what the ranks said in the last pass, once it is known
         self.by_active = False  # a plain mean is one over the ranks that are active
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
@@ -199,7 +198,7 @@ class Mailbox:
 
     def successor(self) -> Mailbox:
         """One for other parameters, under the same rules."""
-        heir = Mailbox(self.heeds)
+        heir = Mailbox()
         heir.told, heir.by_active = self.told, self.by_active
         return heir
 

@@ -21,7 +21,8 @@ Callbacks = OrderedDict[int, Callable[..., None]]
 class Observers:
     """Callbacks of one wrapper; a reducer that takes over from another one takes them over."""
 
-    def __init__(self) -> None:
+    def __init__(self, heed: Callable[[], bool] = lambda: False) -> None:
+        self.heed = heed  # whether somebody acts on what ranks say before the next pass
         self._of_buckets: Callbacks = OrderedDict()
         self._of_ends: Callbacks = OrderedDict()
         self._of_averages: Callbacks = OrderedDict()

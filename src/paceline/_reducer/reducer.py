@@ -73,8 +73,8 @@ class Reducer(Facts):
         self.picture = Picture(names)
         self.ledger = Ledger()
         self.expected = Expected(wanted)
-        self.observers = Observers()
-        self.mailbox = Mailbox(heeds)  # which outlives it: nothing in it knows the reducer
+        self.observers = Observers(heeds)
+        self.mailbox = Mailbox()  # which outlives it: nothing in it knows the reducer
         self.listeners = Listeners(self, wanted=hooks)
         self.handed = Handed(self)
         self.finalization = Finalization(self)
