@@ -101,8 +101,11 @@ def test_in_nested_wrappers_each_part_is_split_by_the_wrapper_it_is_in(
     outer: str, inner: str
 ) -> None:
     split = graphs_of_parts("torch's", "torch's")
-    assert split[:2] == [3, 2]  # the third part: by the outer one again, if torch has learned that
-    assert graphs_of_parts(outer, inner) == split
+    assert split[:2] == [3, 2]
+    found = graphs_of_parts(outer, inner)
+    assert found[:2] == split[:2]
+    # by the outer one again: torch forgets it until 2.12, ours does not
+    assert found[2] in (split[2], 3)
 
 
 def test_torchs_wrapper_inside_a_compiled_one_of_ours_is_split_as_in_torchs() -> None:
