@@ -174,18 +174,7 @@ def time_blocks(meeting: Meeting, ways: Sequence[str], rounds: int) -> list[list
     with ExitStack() as opened:
         trained = {way: prepare(way, meeting, opened) for way in ways}
         barrier = opened.enter_context(meeting.new_group("shm")).barrier
-        for one in trained.values():
-            for _ in range(steps.WARM_UP):
-                one.step()
-        taken = []
-        for number in range(rounds):
-            turn, blocks = number % len(ways), {}
-            for way in (*ways[turn:], *ways[:turn]):
-                barrier()
-                blocks[way] = steps._time_block(trained[way].step)
-            taken.append([blocks[way] for way in ways])
-        barrier()  # nobody leaves a group that another still uses
-    return taken
+        return steps.take_turns({way: one.step for way, one in trained.items()}, rounds, barrier)
 
 
 # -- in the process that starts them ----------------------------------------------------------

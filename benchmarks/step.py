@@ -30,7 +30,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,18 +148,24 @@ def time_blocks(meeting: Meeting, name: str, ways: Sequence[str], rounds: int) -
     with ExitStack() as opened:
         steps = {way: make_step(name, way, meeting, opened) for way in ways}
         barrier = opened.enter_context(meeting.new_group("shm")).barrier
-        for step in steps.values():
-            for _ in range(WARM_UP):
-                step()
-        taken = []
-        for number in range(rounds):
-            turn = number % len(ways)
-            blocks = {}
-            for way in (*ways[turn:], *ways[:turn]):
-                barrier()
-                blocks[way] = _time_block(steps[way])
-            taken.append([blocks[way] for way in ways])
-        barrier()  # nobody leaves a group that another still uses
+        return take_turns(steps, rounds, barrier)
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], None]], rounds: int, barrier: Callable[[], object]
+) -> list[list[Block]]:
+    """Warm the steps up, then time blocks of them: by round, and in the order of ``steps``."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    ways, taken = list(steps), []
+    for number in range(rounds):
+        turn, blocks = number % len(ways), {}
+        for way in ways[turn:] + ways[:turn]:
+            barrier()
+            blocks[way] = _time_block(steps[way])
+        taken.append([blocks[way] for way in ways])
+    barrier()  # nobody leaves a group that another still uses
     return taken
 
 

@@ -115,17 +115,8 @@ def time_blocks(
     with ExitStack() as opened:
         trained = {way: prepare(name, way, meeting, opened) for way in ways}
         barrier = opened.enter_context(meeting.new_group("shm")).barrier
-        for one in trained.values():
-            for _ in range(steps.WARM_UP):
-                one.step()
-        taken = []
-        for number in range(rounds):
-            turn, blocks = number % len(ways), {}
-            for way in (*ways[turn:], *ways[:turn]):
-                barrier()
-                blocks[way] = steps._time_block(trained[way].step)
-            taken.append([blocks[way] for way in ways])
-        state = [state_bytes(trained[way].optimizer) for way in ways]
+        taken = steps.take_turns({way: one.step for way, one in trained.items()}, rounds, barrier)
+        state = [state_bytes(one.optimizer) for one in trained.values()]
         barrier()  # nobody leaves a group that another still uses
     return taken, state
 

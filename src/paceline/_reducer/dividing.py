@@ -1,9 +1,8 @@
 """Dividing means by what the header says, where it is: nobody waits for a device.
 
-Mostly the divisor is 1, and then a division would read and write every gradient for nothing: on a
-GPU that took a third as long as copying them into their buckets. So there one kernel of our own
-works the divisor out, and leaves at once when it is 1. Where it cannot be compiled, and for numbers
-of 16 bits, torch's operations do the same.
+Mostly the divisor is 1, and then a division would read and write every gradient for nothing. So on
+a GPU one kernel of our own works the divisor out, and leaves at once when it is 1. Where it cannot
+be compiled, and for numbers of 16 bits, torch's operations do the same.
 """
 
 from __future__ import annotations

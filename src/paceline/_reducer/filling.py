@@ -49,8 +49,8 @@ class Filling:
     def advance(self, index: int) -> None:
         """Send off full buckets whose turn it is, up to this one; the last one never.
 
-        The gradient that completes this bucket has come. Whether one behind it is full need not be
-        asked: those that complete them have not, or had been before their turn.
+        The gradient that completes this bucket has come. Those behind it lack theirs, unless it
+        came before their turn, which the pass remembers.
         """
         running, buckets = self._pass, self._of.layout.buckets
         running.complete = max(running.complete, min(index + 1, len(buckets) - 1))

@@ -63,8 +63,9 @@ def learned_plan(specs: Sequence[Spec], caps: Sequence[int], arrival: Sequence[i
 def joined(plan: Assignment, specs: Sequence[Spec]) -> Assignment:
     """Join neighbours of one kind, two by two, but for the first bucket and the last two.
 
-    On a GPU the call that sends a bucket off takes longer than a larger bucket travels. The first
-    is left small, so that the exchange begins early, and the last ones, so that it ends soon.
+    On a GPU the call that sends a bucket off takes its time (0.2 ms of Python's, two ranks on an
+    H200) however large the bucket is. The first is left small, so that the exchange begins early,
+    and the last ones, so that it ends soon.
     """
     first, middle, last = plan[:1], plan[1:-2], plan[max(1, len(plan) - 2) :]
     rows: list[tuple[int, ...]] = []

@@ -57,7 +57,7 @@ def _functions() -> Iterator[FunctionType]:
 def _name_groups() -> None:
     """What concerns our own classes and functions alone, and stays."""
     traced.define_operators(opaque.name_as_input(Group, members(), _guarded))
-    for name, instead in (("make_call", traced.traced_do), ("make_calls", traced.traced_do_all)):
+    for name, instead in (("make_call", traced.traced_call), ("make_calls", traced.traced_calls)):
         dynamo.trace_instead(getattr(Group, name), instead)
     for function in _functions():
         dynamo.never_trace(function)

@@ -94,16 +94,16 @@ def _call(
     given = fresh if kind in IN_PLACE else inputs
     if kind == "barrier":
         given = []
-    work = group.call(
+    work = group.make_call(
         kind,
         given,
         fresh,
+        None if timeout == NO_TIMEOUT else timeout,
+        asynchronous,
         _OPS[reduction] if reduction else None,
         root=root,
         tag=tag,
         splits=(input_splits, output_splits),
-        timeout=None if timeout == NO_TIMEOUT else timeout,
-        async_op=asynchronous,
     )
     return work, fresh
 
@@ -213,7 +213,7 @@ class TracedTogether:
         return [tensor for work in self._works for tensor in work.result()]
 
 
-def traced_do(
+def traced_call(
     self: Group,
     kind: str,
     inputs: Sequence[Tensor],
@@ -250,13 +250,13 @@ def traced_do(
     return TracedWork(self, None, list(outputs))
 
 
-def traced_do_all(
+def traced_calls(
     self: Group, calls: Any, timeout: Any, async_op: bool | None, op: Any = None
 ) -> TracedTogether:
     """What ``Group.make_calls`` is inside a graph."""
     asynchronous = async_op is None or async_op
     works = [
-        traced_do(self, kind, inputs, outputs, timeout, asynchronous, op)
+        traced_call(self, kind, inputs, outputs, timeout, asynchronous, op)
         for kind, inputs, outputs in calls
     ]
     return TracedTogether(works)

@@ -59,27 +59,6 @@ class CallMaking(ProcessGroup):
         self.board: events.Board | None = None  # where calls are recorded
         self._strict = False  # every call comes from the same line on all ranks
 
-    def call(
-        self,
-        kind: Kind,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        op: Any = None,
-        *,
-        root: int = -1,
-        tag: int = 0,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        timeout: Any = None,
-        async_op: bool = False,
-    ) -> TorchWork:
-        """Make a collective whose kind is known only when it is called, as a compiled graph does.
-
-        All the methods above come down to it; ``inputs`` and ``outputs`` are flat lists.
-        """
-        return self.make_call(
-            kind, inputs, outputs, timeout, async_op, op, root=root, tag=tag, splits=splits
-        )
-
     def make_call(
         self,
         kind: Kind,
@@ -94,7 +73,10 @@ class CallMaking(ProcessGroup):
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
         quiet: bool = False,
     ) -> TorchWork:
-        """Make one call, as :meth:`call` does; every method that is one tensor's comes here."""
+        """Make one call of any kind; every collective comes down to it, in graphs too.
+
+        ``inputs`` and ``outputs`` are flat lists. ``quiet``: see :meth:`start_all_reduce`.
+        """
         if self._closed:
             self._alive(kind)
         seconds = self._timeout if timeout is None else self._seconds(timeout)

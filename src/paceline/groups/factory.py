@@ -59,17 +59,7 @@ def new_group(
         raise RendezvousError(
             "new_group was given a store alone", "Give rank= and world_size= too."
         )
-    if not 0 <= rank < world_size:
-        raise RendezvousError(
-            f"rank {rank} is not below the world size {world_size}", "Ranks are numbered from 0."
-        )
-    members = list(ranks) if ranks is not None else list(range(world_size))
-    if rank not in members or len(set(members)) != len(members):
-        raise RendezvousError(
-            f"rank {rank} is not among the different ranks {members}",
-            "Call it on the members alone, or make the group with Group.split.",
-            rank,
-        )
+    members = _checked_members(rank, world_size, ranks)
     store.set_timeout(timeout)
 
     def open_in(corner: Store) -> ProcessGroup:
@@ -92,6 +82,22 @@ def new_group(
     if ranks is not None and isinstance(group, Group):
         group.number_members(members)
     return group  # type: ignore[return-value]
+
+
+def _checked_members(rank: int, world_size: int, ranks: Sequence[int] | None) -> list[int]:
+    """The ranks of the group, of which this one is one."""
+    if not 0 <= rank < world_size:
+        raise RendezvousError(
+            f"rank {rank} is not below the world size {world_size}", "Ranks are numbered from 0."
+        )
+    members = list(ranks) if ranks is not None else list(range(world_size))
+    if rank not in members or len(set(members)) != len(members):
+        raise RendezvousError(
+            f"rank {rank} is not among the different ranks {members}",
+            "Call it on the members alone, or make the group with Group.split.",
+            rank,
+        )
+    return members
 
 
 def _meet_and_open(

@@ -42,7 +42,7 @@ class TorchEngine:
         # go of it first: they must be the last to hold the engine, and attributes go in order.
         self._last = [engine_of(inner, d) for d in devices_of(inner)]
         self.device = device
-        self._all_reduce_options: dict[tuple[str, float], c10d.AllreduceOptions] = {}
+        self._last_options = "", 0.0, c10d.AllreduceOptions()  # of an all-reduce
         self.capabilities = Capabilities(backend, frozenset({device.type}))
 
     def _pair_of(self, inner: ProcessGroup) -> Pair | None:
@@ -72,12 +72,12 @@ class TorchEngine:
         return Wrapped(work, outputs, self.watcher)
 
     def _all_reduce(self, call: Call) -> TorchWork:
-        options = self._all_reduce_options.get((call.reduction, call.timeout))
-        if options is None:  # a few, for as long as the group lives
+        reduction, timeout, options = self._last_options
+        if (reduction, timeout) != (call.reduction, call.timeout):  # mostly they are the same
             options = c10d.AllreduceOptions()
             options.reduceOp = TORCH_OPS[call.reduction]
             options.timeout = timedelta(seconds=call.timeout)
-            self._all_reduce_options[call.reduction, call.timeout] = options
+            self._last_options = call.reduction, call.timeout, options
         return self.inner.allreduce(list(map(real, call.outputs)), options)
 
     def _reduce(self, call: Call) -> TorchWork:
