@@ -54,7 +54,7 @@ EXPORTS = {
         "refuse_hooks",
         "train_step",
     ],
-    "paceline.data": ["DistributedSampler"],
+    "paceline.data": ["DistributedSampler", "Shard", "keyed_random", "share_out"],
     "paceline.ddp": [
         "DistributedDataParallel",
         "Replica",

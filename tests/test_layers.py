@@ -34,7 +34,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
         "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
-        "ddp": frozenset({"_reducer", "groups", "hooks", "join", "policies"}),
+        "ddp": frozenset({"_reducer", "data", "groups", "hooks", "join", "policies"}),
         "hooks": frozenset({"_exchange", "_reducer", "groups", "policies"}),  # of _reducer: Bucket
         "_reducer": frozenset({"_exchange", "groups", "policies"}),  # its hook is given
         "optim": frozenset({"_exchange", "groups", "join", "policies"}),

@@ -11,7 +11,7 @@
     optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
     _exchange/     how tensors are averaged, under hooks and optim: routes, codecs
     join/          ranks with unequal amounts of data
-    data.py        samplers for uneven shards
+    data/          samplers, shards of a global batch, random numbers of a shard
     metrics.py     reductions over uneven shards
     _reducer/      gradients in, averages out; reducer.py says how a backward pass goes
     groups/        process groups as objects; documented in groups/group.py

@@ -53,6 +53,8 @@
     ├── SamplerStateError          a sampler's state from other samples         (ValueError)
     ├── ShardMismatchError         ranks' shards do not fit together            (ValueError)
     ├── ShardArgumentError         a rank gave something that is no shard       (ValueError)
+    ├── ShardNumberError           a shard of a batch that cannot be            (ValueError)
+    ├── ShareError                 shards among ranks that cannot be            (ValueError)
     ├── HookStateError             a hook whose state does not fit              (ValueError)
     ├── CodecSettingError          a codec that cannot be                       (ValueError)
     ├── CodecMismatchError         ranks want different codecs                  (RuntimeError)
@@ -89,7 +91,13 @@ The fields hold the facts, so that code need not read prose, and they survive pi
 from .base import ExplainedError, PacelineError
 from .cli import LaunchCountError, LaunchError, PortTakenError
 from .compiled import HookRefusedError, HookResultError, NotPlannedError
-from .data import SamplerStateError, ShardArgumentError, ShardMismatchError
+from .data import (
+    SamplerStateError,
+    ShardArgumentError,
+    ShardMismatchError,
+    ShardNumberError,
+    ShareError,
+)
 from .ddp import (
     BucketPhaseError,
     CommHookError,
@@ -233,7 +241,9 @@ __all__ = [
     "SamplerStateError",
     "ShardArgumentError",
     "ShardMismatchError",
+    "ShardNumberError",
     "ShardingError",
+    "ShareError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",

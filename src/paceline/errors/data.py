@@ -1,7 +1,8 @@
-"""Errors of samplers and of metrics over shards."""
+"""Errors of samplers, of shards, and of metrics over shards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .base import PacelineError
@@ -55,4 +56,36 @@ class ShardArgumentError(PacelineError, ValueError, TypeError):
         return (
             f"rank {self.rank}: {self.operation}: rank {self.culprit} gave {self.problem}. "
             "Nothing was reduced, and every rank raises this."
+        )
+
+
+@dataclass(eq=False)
+class ShardNumberError(PacelineError, ValueError):
+    """A shard of a global batch was made from numbers that cannot be."""
+
+    field: str
+    value: object
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"Shard({self.field}={self.value!r}): it {self.problem}. Every rank has to name a "
+            "shard by the same numbers, so none are guessed. Steps, epochs and shards are counted "
+            "from 0, in plain ints; int(...) makes one of a tensor or of numpy's."
+        )
+
+
+@dataclass(eq=False)
+class ShareError(PacelineError, ValueError):
+    """Shards were to be shared out among ranks that cannot be."""
+
+    rank: int
+    members: Sequence[int]
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: shards cannot be shared out among ranks {list(self.members)}: "
+            "this rank has to be one of them, and each may be there once. With another list than "
+            "the other ranks have, a shard would be computed twice or by nobody. Give every rank "
+            "the same members."
         )

@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from .errors import SamplerStateError
-from .groups import current_process_group
+from ..errors import SamplerStateError
+from ..groups import current_process_group
 
 __all__ = ["DistributedSampler"]
 

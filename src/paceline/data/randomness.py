@@ -1,0 +1,77 @@
+"""Random numbers that follow from a shard, not from the rank that computes it.
+
+Dropout, augmentation and whatever else draws from the *global* random numbers of torch, Python and
+numpy has, inside :func:`keyed_random`, the numbers of its shard: the same on every rank, on the CPU
+and on any CUDA device, and again when the shard is computed again. Generators that a program made
+for itself (``torch.Generator()``, ``numpy.random.default_rng()``) are its own affair.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .shards import Shard
+
+__all__ = ["keyed_random"]
+
+
+@contextmanager
+def keyed_random(
+    shard: Shard, devices: Iterable[torch.device | str | int] = (), *, purpose: str = "training"
+) -> Iterator[None]:
+    """Inside, random numbers are those of ``shard``; after it, those from before go on.
+
+    That is torch's on the CPU and on ``devices``, Python's ``random`` and, where numpy has been
+    imported, ``numpy.random``. Whatever happens inside, an exception included, they are left as
+    they were found. Another ``purpose`` gives other numbers for the same shard.
+
+    These generators belong to the process. Ranks that are threads of one process share them, so
+    threads that draw inside at the same time get each other's numbers.
+    """
+    key = shard.key(purpose)
+    generators = [torch.default_generator, *_generators_of(devices)]
+    states = [generator.get_state() for generator in generators]
+    python = random.getstate()
+    with _keyed_numpy(key):
+        try:
+            for generator in generators:
+                generator.manual_seed(int.from_bytes(key[:8], "little"))
+            random.seed(int.from_bytes(key, "little"))
+            yield
+        finally:
+            random.setstate(python)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _generators_of(devices: Iterable[torch.device | str | int]) -> Iterator[torch.Generator]:
+    """The global generator of each device that has one of its own."""
+    for device in {torch.device(device) for device in devices}:
+        if device.type not in ("cpu", "meta"):
+            module: Any = torch.get_device_module(device)
+            module.init()
+            index = module.current_device() if device.index is None else device.index
+            yield module.default_generators[index]
+
+
+@contextmanager
+def _keyed_numpy(key: bytes) -> Iterator[None]:
+    if "numpy" not in sys.modules:
+        yield
+        return
+    # numpy loads its random numbers when they are first used. In the block that would be too late:
+    # it would find them seeded by the operating system.
+    numpy_random: Any = importlib.import_module("numpy.random")
+    before = numpy_random.get_state(legacy=False)
+    try:
+        numpy_random.seed(int.from_bytes(key[8:12], "little"))
+        yield
+    finally:
+        numpy_random.set_state(before)

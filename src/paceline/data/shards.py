@@ -1,0 +1,81 @@
+"""The parts of a global batch, and who computes which. Pure: no tensor, no group.
+
+A global batch is cut into ``count`` shards, a number that is fixed for the life of a run. Ranks
+only share them out. What a shard is, which samples and which random numbers it has, follows from
+the numbers in :class:`Shard` and from nothing else: not from the rank that computes it, nor from
+how many ranks there are. So any rank may compute any shard, and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from ..errors import ShardNumberError, ShareError
+
+__all__ = ["Shard", "share_out", "sizes_of_parts"]
+
+_LIMIT = 1 << 64  # numbers are packed as eight bytes into keys
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the ``count`` parts of the global batch of a step, the one with number ``index``.
+
+    ``step`` counts from 0, within ``epoch``; whoever has no epochs counts all steps and leaves
+    ``epoch`` at 0. ``samples`` is how many samples it has, which is what it weighs in an average
+    over samples; 0 is a shard with nothing in it, still one of ``count``.
+    """
+
+    seed: int
+    step: int
+    index: int
+    count: int
+    epoch: int = 0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("seed", "step", "index", "count", "epoch", "samples"):
+            value = getattr(self, field)
+            if type(value) is not int or not 0 <= value < _LIMIT:
+                raise ShardNumberError(field, value, "is no whole number from 0 to 2**64 - 1")
+        if self.index >= self.count:
+            raise ShardNumberError("index", self.index, f"is not below count={self.count}")
+
+    def key(self, purpose: str = "training") -> bytes:
+        """32 bytes that follow from seed, epoch, step and index; others for another ``purpose``.
+
+        A hash, not a sum: with ``seed + step`` the second step of seed 0 would have the random
+        numbers of the first step of seed 1. ``count`` and ``samples`` have no part in it.
+        """
+        numbers = (self.seed, self.epoch, self.step, self.index)
+        packed = b"".join(number.to_bytes(8, "little") for number in numbers)
+        return blake2b(packed + purpose.encode(), digest_size=32, person=b"paceline shard").digest()
+
+
+def share_out(
+    count: int, members: int | Sequence[int], rank: int, *, step: int = 0
+) -> tuple[int, ...]:
+    """Which of ``count`` shards ``rank`` computes: every shard has one owner, none has two.
+
+    ``members`` is the number of ranks, or the ranks themselves where some are missing; their order
+    does not matter. Each gets a run of neighbouring shards, and none more than one shard above
+    another. Where ``count`` does not go around, the first members get one more; with ``step``
+    those that do move on by one from step to step.
+    """
+    ranks = range(members) if isinstance(members, int) else sorted(members)
+    if len(set(ranks)) != len(ranks) or rank not in ranks:
+        raise ShareError(rank, tuple(ranks))
+    turn = step % len(ranks)
+    sizes = sizes_of_parts(count, len(ranks))
+    sizes = sizes[-turn:] + sizes[:-turn] if turn else sizes
+    place = ranks.index(rank)
+    start = sum(sizes[:place])
+    return tuple(range(start, start + sizes[place]))
+
+
+def sizes_of_parts(total: int, parts: int) -> list[int]:
+    """``total`` cut into ``parts`` whole numbers, as equal as can be; the larger ones first."""
+    least, more = divmod(total, parts)
+    return [least + (part < more) for part in range(parts)]

@@ -1,0 +1,171 @@
+"""keyed_random: the numbers of a shard inside, those of before outside."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data import Shard, keyed_random
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+SHARD = Shard(seed=7, step=3, index=2, count=8)
+
+
+def draw() -> tuple[Any, ...]:
+    """Some numbers of every generator, an odd number of normal ones included."""
+    return (
+        *torch.randn(3).tolist(),
+        *torch.randint(1 << 30, (2,)).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.random()),
+        float(np.random.randn()),
+    )
+
+
+def keyed(shard: Shard, **options: Any) -> tuple[Any, ...]:
+    with keyed_random(shard, **options):
+        return draw()
+
+
+def states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+
+
+# -- inside -------------------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_shard_whatever_was_drawn_before() -> None:
+    first = keyed(SHARD)
+    draw()
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    assert keyed(SHARD) == first
+
+
+def test_the_numbers_are_the_same_in_another_process() -> None:
+    code = """
+        import sys
+        import torch
+        from paceline.data import Shard, keyed_random
+        if sys.argv[1] == "late":
+            assert "numpy.random" not in sys.modules  # it is keyed all the same
+        with keyed_random(Shard(seed=7, step=3, index=2, count=8)):
+            import random
+            import numpy as np
+            print(float(torch.rand(())), random.random(), float(np.random.random()))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with keyed_random(SHARD):
+        expected = [float(torch.rand(())), random.random(), float(np.random.random())]
+    done = subprocess.run([*command, "late"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(number) for number in expected], done.stderr
+
+
+def test_shards_that_differ_in_one_number_have_different_random_numbers() -> None:
+    shards = [
+        Shard(seed, step, index, 4, epoch)
+        for seed, step, index, epoch in itertools.product(range(4), repeat=4)
+    ]
+    drawn = [keyed(shard) for shard in shards]
+    for source in zip(*drawn, strict=True):
+        assert len(set(source)) > 0.999 * len(shards)  # each by itself; chance meetings apart
+    assert len({numbers[0] for numbers in drawn}) == len(shards)
+
+
+def test_another_purpose_gives_other_numbers() -> None:
+    assert keyed(SHARD) != keyed(SHARD, purpose="samples")
+
+
+def test_a_shard_inside_another_has_its_own_numbers_and_the_outer_one_goes_on() -> None:
+    other = Shard(seed=7, step=3, index=3, count=8)
+    with keyed_random(SHARD):
+        whole = draw(), draw()
+    with keyed_random(SHARD):
+        first = draw()
+        assert keyed(other) == keyed(other) != first
+        assert (first, draw()) == whole
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_computed_again_in_backward_has_the_dropout_of_the_forward(
+    use_reentrant: bool,
+) -> None:
+    x = torch.ones(64, requires_grad=True)
+
+    def gradient(again: bool) -> tuple[list[float], list[float]]:
+        def layer(values: torch.Tensor) -> torch.Tensor:
+            return torch.dropout(values, 0.5, train=True)
+
+        with keyed_random(SHARD):
+            y = checkpoint(layer, x, use_reentrant=use_reentrant) if again else layer(x)
+            torch.rand(5)  # what comes after the layer has no part in it
+            (found,) = torch.autograd.grad(y.sum(), x) if not use_reentrant else _backward(y, x)
+        return found.tolist(), torch.dropout(torch.ones(2), 0.0, train=True).tolist()
+
+    assert gradient(True) == gradient(False)
+
+
+def _backward(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    x.grad = None
+    y.sum().backward()
+    assert x.grad is not None
+    return (x.grad,)
+
+
+# -- outside ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_afterwards_every_generator_is_where_it_was(odd: bool) -> None:
+    if odd:  # half a pair of normal numbers is left over
+        draw()
+    else:
+        np.random.seed(0)
+    before = states()
+    keyed(SHARD)
+    assert states() == before
+
+
+def test_so_it_is_after_an_exception() -> None:
+    draw()
+    before = states()
+    with pytest.raises(ZeroDivisionError), keyed_random(SHARD):
+        draw()
+        _ = 1 / 0
+    assert states() == before
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_changes() -> None:
+    before = states()
+    with pytest.raises((RuntimeError, AssertionError)), keyed_random(SHARD, ["xpu:7"]):
+        pass
+    assert states() == before
+
+
+def test_the_cpu_and_the_meta_device_may_be_among_the_devices() -> None:
+    assert keyed(SHARD, devices=["cpu", torch.device("meta")]) == keyed(SHARD)
+
+
+@needs_cuda
+def test_a_gpu_has_the_numbers_of_the_shard_and_goes_on_where_it_was() -> None:
+    def on_gpu() -> list[float]:
+        with keyed_random(SHARD, ["cuda"]):
+            return torch.rand(4, device="cuda").tolist()
+
+    first = on_gpu()
+    torch.rand(100, device="cuda")
+    before = torch.cuda.get_rng_state()
+    assert on_gpu() == first
+    assert torch.equal(torch.cuda.get_rng_state(), before)
