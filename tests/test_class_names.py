@@ -9,7 +9,6 @@ PACKAGE = Path(__file__).parents[1] / "src" / "paceline"
 
 # Names that somebody else chose, and what asks for them.
 SHARED = {
-    "Shard": "of a batch in data/, of a bucket in _reducer/, which is about to get another name",
     "PacelineStrategy": "Lightning's Fabric and its Trainer each have one, in a module of its own",
 }
 

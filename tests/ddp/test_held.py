@@ -282,15 +282,15 @@ def test_sparse_gradients_that_a_rank_holds_are_averaged_too(dense: bool) -> Non
         assert_close(found, torch.tensor([0.25, 0.25 + 0.75, 0.75, 0.0]))
 
 
-def test_gradients_in_shards_take_in_what_a_rank_holds() -> None:
+def test_gradients_in_stretches_take_in_what_a_rank_holds() -> None:
     def one_rank(group: Group) -> Tensor:
         ddp, rank = DDP(line(), process_group=group), group.rank()
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         for _ in range(2):
             sharded.clear()
             backward(ddp.module, 10.0 * rank)
             backward(ddp, 1.0 + rank, weight=1.0 + 2 * rank)
-        mine = sharded.shards[0].grad
+        mine = sharded.stretches[0].grad
         return torch.zeros(1) if mine is None else mine[:1]
 
     assert run_ranks(2, one_rank)[0].item() == pytest.approx(37 / 4)

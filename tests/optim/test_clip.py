@@ -74,12 +74,12 @@ def test_parameters_models_and_optimizers_are_the_same_to_it() -> None:
     assert clip_grad_norm_(one, 1.0) == 5
 
 
-# Shards.
+# Stretches.
 
 
 @ORDERS
 @pytest.mark.parametrize("by", ["optimizer", "model"])
-def test_gradients_in_shards_are_clipped_with_one_all_reduce(order: float, by: str) -> None:
+def test_gradients_in_stretches_are_clipped_with_one_all_reduce(order: float, by: str) -> None:
     def one_rank(group: Group) -> tuple[Tensor, list[Tensor], list[str]]:
         ddp = DDP(model(), process_group=group, bucket_cap_mb=TINY)
         zero = Zero(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=1.0)
@@ -114,7 +114,7 @@ def test_a_norm_below_the_limit_changes_nothing() -> None:
     assert run_ranks(2, one_rank) == [True, True]
 
 
-def test_shards_of_ones_own_are_counted_over_the_group() -> None:
+def test_stretches_of_ones_own_are_counted_over_the_group() -> None:
     def one_rank(group: Group) -> Tensor:
         mine = nn.Parameter(torch.zeros(2))
         if group.rank() < 2:  # the last one has nothing to give
@@ -146,7 +146,7 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_if_that_is_asked_for() -
     run_ranks(2, one_rank)
 
 
-def test_an_order_that_does_not_add_up_is_refused_for_shards() -> None:
+def test_an_order_that_does_not_add_up_is_refused_for_stretches() -> None:
     def one_rank(group: Group) -> None:
         with pytest.raises(OptimizerArgumentError, match="norm_type is 0"):
             clip_grad_norm_([nn.Parameter(torch.zeros(1))], 1.0, 0, group=group)

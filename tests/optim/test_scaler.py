@@ -32,7 +32,7 @@ def loss(net: Any, step: int, rank: int) -> Tensor:
     return net(data(4, 5, seed=10 * step + rank)).square().sum()
 
 
-def test_scaled_steps_on_shards_are_those_of_one_process() -> None:
+def test_scaled_steps_on_stretches_are_those_of_one_process() -> None:
     def one_rank(group: Group) -> tuple[list[Tensor], float]:
         ddp, zero = paired(group)
         scale = scaler()
@@ -57,7 +57,7 @@ def test_scaled_steps_on_shards_are_those_of_one_process() -> None:
         assert scale == 4096.0  # it grew twice
 
 
-def test_an_inf_in_one_shard_makes_every_rank_skip_the_step() -> None:
+def test_an_inf_in_one_stretch_makes_every_rank_skip_the_step() -> None:
     def one_rank(group: Group) -> tuple[bool, float, list[str]]:
         ddp, zero = paired(group)
         scale = scaler()

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from paceline import new_group
 from paceline._reducer.bucket import SparseBucket
 from paceline._reducer.layout import Layout, agreed_order, last_times
-from paceline._reducer.shards import ShardedBucket
+from paceline._reducer.stretches import ScatteredBucket
 from paceline.groups import Group
 from paceline.policies import BucketCaps, Reduction
 from paceline.testing import run_ranks
@@ -219,13 +219,13 @@ def test_gradients_travel_in_the_type_that_was_asked_for(group: Group) -> None:
 def test_sharded_buckets_keep_to_one_plan_and_carry_no_header(group: Group) -> None:
     layout = layout_of(parameters(300, 300, 300))
     layout.follow([0, 1, 2])
-    layout.shard()
-    assert layout.sharded
+    layout.scatter()
+    assert layout.scattered
     assert not layout.rebuilds
     assert layout.plan == ((2,), (1,), (0,))
     assert not layout.carries_header([0])
     layout.settle(group, header_rides=True)
-    assert {type(bucket) for bucket in layout.buckets} == {ShardedBucket}
+    assert {type(bucket) for bucket in layout.buckets} == {ScatteredBucket}
     layout.forget()
     assert layout.plan == ((2,), (1,), (0,))
 

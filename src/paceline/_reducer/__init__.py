@@ -8,8 +8,8 @@ from .observers import Observers
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
-from .shards import Shard, ShardedGradients
 from .steps import look_before_steps, steps
+from .stretches import ScatteredGradients, Stretch
 from .summary import ReducerSummary
 from .tensors import local
 from .weights import Ledger
@@ -24,9 +24,9 @@ __all__ = [
     "Pass",
     "Reducer",
     "ReducerSummary",
-    "Shard",
-    "ShardedGradients",
+    "ScatteredGradients",
     "Spec",
+    "Stretch",
     "assign",
     "listen",
     "local",

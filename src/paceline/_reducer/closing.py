@@ -111,7 +111,7 @@ class PassClosing:
     def _listens(self) -> bool:
         """Whether all ranks read the header in the pass it belongs to."""
         of = self._of
-        return not self._method.reads_late or of.listeners.learning or of.layout.sharded
+        return not self._method.reads_late or of.listeners.learning or of.layout.scattered
 
     def _header_memory(self, last: Bucket) -> tuple[Tensor, bool]:
         size = header.length(self._method.ranks, len(self._of.params))

@@ -50,7 +50,7 @@ class Facts:
         """Whether passes are averaged: there is somebody to average with, or who wants to see."""
         if not self.params:
             return False
-        seen = self.comm_hook is not None or self.layout.sharded or self.observers.see_gradients
+        seen = self.comm_hook is not None or self.layout.scattered or self.observers.see_gradients
         seen = seen or self.finalization.required
         return self.group.size() > 1 or seen or self.policy.even_alone or self.ledger.weighs
 
@@ -85,9 +85,9 @@ class Facts:
         return self.layout.buckets
 
     @property
-    def sharded(self) -> bool:
+    def scattered(self) -> bool:
         """Whether each rank keeps its stretch of each bucket only."""
-        return self.layout.sharded
+        return self.layout.scattered
 
     @property
     def rebuilt(self) -> bool:

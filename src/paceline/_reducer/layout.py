@@ -12,7 +12,7 @@ from ..policies import Reduction
 from . import header
 from .bucket import Bucket, SparseBucket
 from .plan import Assignment, Spec, first_plan, joined, learned_plan
-from .shards import ShardedBucket
+from .stretches import ScatteredBucket
 from .tensors import local
 
 _LARGE = 256 * 1024  # bytes
@@ -28,7 +28,7 @@ class Layout:
         self.policy = policy
         self.buckets: list[Bucket] = []
         self.rebuilt = False  # the plan was made anew, in the order of arrival
-        self.sharded = False  # each rank keeps a stretch of each bucket
+        self.scattered = False  # each rank keeps a stretch of each bucket
         self._sparse = tuple(sparse) or (False,) * len(self.params)
         self.specs = [self._spec(number) for number in range(len(self.params))]
         static = policy.static_graph
@@ -77,7 +77,7 @@ class Layout:
     def rebuilds(self) -> bool:
         """Whether the plan is made anew in the order of arrival; torch's flag forbids it."""
         allowed = self.policy.static_graph or not self.policy.find_unused
-        return allowed and not self.sharded
+        return allowed and not self.scattered
 
     def follow(self, order: Sequence[int]) -> None:
         """Plan in the order in which gradients arrive."""
@@ -96,9 +96,9 @@ class Layout:
         self.buckets = []
         self.plan, self.rebuilt = self.first_plan, False
 
-    def shard(self) -> None:
+    def scatter(self) -> None:
         """Keep to one plan from now on, of buckets of which each rank gets its stretch."""
-        self.sharded = True
+        self.scattered = True
         self.first_plan = first_plan(self.specs, self.policy.caps.rebuilt)
         self.forget()
 
@@ -136,7 +136,7 @@ class Layout:
     def carries_header(self, numbers: Sequence[int]) -> bool:
         """Whether a header fits behind these parameters' gradients."""
         dtype = self.policy.dtype or local(self.params[numbers[0]]).dtype
-        return not self.sharded and not self._sparse[numbers[0]] and header.can_ride(dtype)
+        return not self.scattered and not self._sparse[numbers[0]] and header.can_ride(dtype)
 
     def _allocate(
         self, index: int, numbers: Sequence[int], group: Group, *, header_rides: bool
@@ -144,7 +144,7 @@ class Layout:
         params = [self.params[n] for n in numbers]
         if self._sparse[numbers[0]]:
             return SparseBucket.hold(index, numbers[0], params[0])
-        kind = ShardedBucket if self.sharded else Bucket
+        kind = ScatteredBucket if self.scattered else Bucket
         rides = header_rides and self.carries_header(numbers)
         extra = header.length(group.size(), len(self.params)) if rides else 0
         return kind.allocate(

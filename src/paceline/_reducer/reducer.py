@@ -42,8 +42,8 @@ from .listeners import Listeners
 from .method import CommHook
 from .observers import Observers
 from .runner import Runner
-from .shards import ShardedGradients
 from .steps import stop_looking
+from .stretches import ScatteredGradients
 from .unused import Picture
 from .weights import Ledger
 
@@ -178,7 +178,7 @@ class Reducer(Facts):
     def stand_in(self, trouble: str = "", *, take: bool = False) -> Header | None:
         """Take part in the other ranks' pass with nothing to give.
 
-        ``.grad`` stays as it is, or with ``take`` becomes the average, for an optimizer whose shard
+        ``.grad`` stays as it is, or with ``take`` becomes the average, for an optimizer whose part
         of the step is this rank's to take. Returns what the ranks said: when none was active, all
         only stood in.
         """
@@ -198,7 +198,7 @@ class Reducer(Facts):
         if self.layout.rebuilds:
             device = self.params[0].device
             self.layout.follow(agreed_order(self.group, arrival, len(self.params), device))
-        if self.policy.skip_unused and told is not None and not self.layout.sharded:
+        if self.policy.skip_unused and told is not None and not self.layout.scattered:
             self.layout.keep_only(told.present)
         if arrival:  # a rank that had no work listens on, to know its own order
             self.listeners.act_on_few(arrival, watched=watched)
@@ -250,13 +250,13 @@ class Reducer(Facts):
         if self.averages:
             self.listeners.learn()
 
-    def shard(self) -> ShardedGradients:
+    def scatter(self) -> ScatteredGradients:
         """From now on keep this rank's stretch of each bucket; every rank does so."""
-        if not self.layout.sharded:
-            self.layout.shard()
+        if not self.layout.scattered:
+            self.layout.scatter()
             self.forget_plan()
         self.settle_plan()
-        return ShardedGradients(self.layout, self.group)
+        return ScatteredGradients(self.layout, self.group)
 
 
 def _weakly(method: Callable[[int], list[str]]) -> Callable[[int], list[str]]:

@@ -22,8 +22,8 @@ def never(ddp: DistributedDataParallel) -> str:
         return "the wrapper has mixed_precision; give autocast= to train_step instead"
     if ddp.replica.companions:
         return "the wrapper delays the averages of some parameters"
-    if reducer.sharded:
-        return "an optimizer holds shards of the gradients"
+    if reducer.scattered:
+        return "an optimizer holds stretches of the gradients"
     for number, (name, param) in enumerate(zip(reducer.names, reducer.params, strict=True)):
         if reducer.is_sparse(number):
             return f"gradients of {name} are sparse"

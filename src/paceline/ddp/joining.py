@@ -108,7 +108,7 @@ class DDPJoinHook(JoinHook):
         refuse_foreign(self.ddp)
         self.answer_others()
         if any_averages(self.ddp, False):
-            # The averages are for the joinables after this one: a sharded optimizer steps here too.
+            # The averages are for the joinables after this one: a spread optimizer steps here too.
             with self._standing_in():
                 self.ddp.replica.reducer.stand_in(take=True)
 

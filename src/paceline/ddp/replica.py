@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._reducer import GradBucket, Ledger, Pass, Reducer, ShardedGradients, local
+from .._reducer import GradBucket, Ledger, Pass, Reducer, ScatteredGradients, local
 from .._torch.autograd import NO_TASK, current_task
 from ..errors import (
     GraphChangedError,
@@ -27,7 +27,7 @@ from ..errors import (
     ModuleStateError,
     PacelineError,
     PeerLeftError,
-    ShardingError,
+    ScatterError,
     UnfinishedReductionError,
 )
 from ..groups import Group
@@ -159,7 +159,7 @@ class Replica:
             self._begin_anew(keep=self.trained.placed)
 
     def _begin_anew(self, keep: Collection[str] = ()) -> None:
-        self.refuse_if_sharded("parameters were frozen or thawed")
+        self.refuse_if_scattered("parameters were frozen or thawed")
         self.verify()
         before = list(self.trained.placed)
         self.reducer = self.reducer.successor(*self.trained.place(keep))
@@ -358,7 +358,7 @@ class Replica:
         prompt = any(getattr(thing, "prompt", False) is True for thing in (hook, state))
         self.reducer.set_hook(lambda bucket: hook(state, bucket), prompt=prompt)
 
-    def shard_gradients(self) -> ShardedGradients:
+    def scatter_gradients(self) -> ScatteredGradients:
         """From now on each rank gets the averages of its own stretch of each bucket only."""
         sparse = sparse_parameters(self.module)
         unfit = [
@@ -367,14 +367,14 @@ class Replica:
             if param in sparse or local(param) is not param or self.companions
         ]
         if unfit:
-            raise ShardingError(self.group.rank(), unfit)
-        return self.reducer.shard()
+            raise ScatterError(self.group.rank(), unfit)
+        return self.reducer.scatter()
 
-    def refuse_if_sharded(self, what: str) -> None:
+    def refuse_if_scattered(self, what: str) -> None:
         """Raise if an optimizer holds this rank's part of the gradients."""
-        if self.reducer.sharded:
+        if self.reducer.scattered:
             raise ModuleStateError(
-                f"rank {self.group.rank()}: {what} while an optimizer holds a shard of the "
+                f"rank {self.group.rank()}: {what} while an optimizer holds a stretch of the "
                 "gradients. Every rank stops here. Make the model and its optimizer anew."
             )
 
@@ -384,7 +384,7 @@ class Replica:
 
     def move_to(self, group: Group) -> None:
         """Go on in another group; every one of its ranks does so at the same time."""
-        self.refuse_if_sharded("the group was changed")
+        self.refuse_if_scattered("the group was changed")
         self.group = group
         for reducer in (self.reducer, *self.companions):
             reducer.move_to(group)

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.utils.hooks import RemovableHandle
 
-from .._reducer import ShardedGradients
+from .._reducer import ScatteredGradients
 from .._torch.autograd import is_profiling
 from .._torch.c10d import default_group, has_left
 from .._torch.ddp import active, move_inputs, set_active
@@ -143,7 +143,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._torch_logger: Any = None
-        self._shards: ShardedGradients | None = None
+        self._scattered: ScatteredGradients | None = None
 
     def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
         """Everything that belongs to this process: the replica, hooks on the module."""
@@ -323,27 +323,27 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         """
         return self.replica.reducer.observers.on_average(callback)
 
-    def shard_gradients(self) -> ShardedGradients:
+    def scatter_gradients(self) -> ScatteredGradients:
         """Leave each rank only its part of the averages, for an optimizer that is spread as well.
 
         Every rank calls it, between two steps. Buckets are reduced and scattered from then on, half
         the bytes of an average for all; ``.grad`` of the parameters stays None after a backward
-        pass, and this rank's means are in the shards. ``paceline.optim.ZeroRedundancyOptimizer``
+        pass, and this rank's means are in its stretches. ``paceline.optim.ZeroRedundancyOptimizer``
         calls it when it is given ``ddp=``.
         """
-        self._shards = self.replica.shard_gradients()
-        return self._shards
+        self._scattered = self.replica.scatter_gradients()
+        return self._scattered
 
     @property
-    def gradient_shards(self) -> ShardedGradients | None:
-        """This rank's part of the averages, once :meth:`shard_gradients` was called."""
-        return self._shards
+    def scattered_gradients(self) -> ScatteredGradients | None:
+        """This rank's part of the averages, once :meth:`scatter_gradients` was called."""
+        return self._scattered
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, shards of them included."""
+        """Forget all gradients, stretches of them included."""
         nn.Module.zero_grad(self, set_to_none)
-        if self._shards is not None:
-            self._shards.clear()
+        if self._scattered is not None:
+            self._scattered.clear()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -559,7 +559,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         if has_left(new_process_group):
             self.replica.reducer.forget_plan()
             return
-        self.replica.refuse_if_sharded("the group was changed")
+        self.replica.refuse_if_scattered("the group was changed")
         group = torch_args.wrapped_group(new_process_group, self.device)
         move = Move((self.process_group, self.replica.group), (new_process_group, group))
         hooks = [move.hook(hook) for hook in self._comm_hooks]

@@ -59,7 +59,7 @@
     ├── CodecSettingError          a codec that cannot be                       (ValueError)
     ├── CodecMismatchError         ranks want different codecs                  (RuntimeError)
     ├── CodecStateError            a codec's state that does not fit            (RuntimeError)
-    ├── ShardingError              gradients that cannot be cut into shards     (ValueError)
+    ├── ScatterError              gradients that cannot be cut into stretches  (ValueError)
     ├── OptimizerArgumentError     a bad argument of an optimizer of ours       (ValueError)
     │   ├── OptimizerTypeError     …of a wrong type                             (TypeError)
     │   └── OptimizerStateError    …or one that it cannot use now               (RuntimeError)
@@ -110,7 +110,7 @@ from .ddp import (
     PassStateError,
     PeerError,
     ReplicatedTwiceError,
-    ShardingError,
+    ScatterError,
     ThawedParameterError,
     UnfinalizedError,
     UnfinishedReductionError,
@@ -239,10 +239,10 @@ __all__ = [
     "RoundsStateError",
     "RunMissingError",
     "SamplerStateError",
+    "ScatterError",
     "ShardArgumentError",
     "ShardMismatchError",
     "ShardNumberError",
-    "ShardingError",
     "ShareError",
     "ThawedParameterError",
     "UnexpectedOptionError",

@@ -225,17 +225,18 @@ class ThawedParameterError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
-class ShardingError(PacelineError, ValueError):
-    """A model whose gradients cannot be cut into shards."""
+class ScatterError(PacelineError, ValueError):
+    """A model whose gradients cannot be cut into stretches."""
 
     rank: int
     parameters: Sequence[str]
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: gradients of {some_of(self.parameters)} cannot be cut into shards: "
-            "they are sparse, or parts of DTensors, or averaged by delay_all_reduce_named_params. "
-            "No rank has changed anything. Leave out ddp=, so that gradients are averaged whole."
+            f"rank {self.rank}: gradients of {some_of(self.parameters)} cannot be cut into "
+            "stretches: they are sparse, or parts of DTensors, or averaged by "
+            "delay_all_reduce_named_params. No rank has changed anything. Leave out ddp=, so "
+            "that gradients are averaged whole."
         )
 
 

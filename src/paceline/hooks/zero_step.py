@@ -6,8 +6,8 @@ bucket of every pass. It lets the first passes go by, as torch's does: two, or t
 graph. The last bucket's call exchanges parameters, so it comes when all else is over.
 
 Over our DDP the steps are taken at the end of the pass, when the average is final: only then are
-weights and late gradients accounted for, a rank that has run out has its shard's gradients too, and
-it is certain that no rank's pass has failed. Over torch's DDP a bucket is stepped when its average
+weights and late gradients accounted for, a rank that has run out has its gradients too, and it
+is certain that no rank's pass has failed. Over torch's DDP a bucket is stepped when its average
 arrives (interleaved), or all of them when the last one has set off.
 """
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, wherever they are: whole, in shards, or in DTensors.
+"""Clipping by the norm of all gradients, wherever they are: whole, in stretches, or in DTensors.
 
 Each rank adds up what it has; one all-reduce makes it the sum of all ranks. Gradients that every
 rank has whole are counted once. Every rank gets the same number.
@@ -27,8 +27,8 @@ class Gradients:
     """Gradients as one rank has them; an optimizer may offer them with a method ``gradients``."""
 
     whole: Sequence[Tensor]  # every rank has them
-    parts: Sequence[Tensor] = ()  # this rank's parts of gradients that lie in shards over ``group``
-    group: Group | None = None  # None: nothing is in shards
+    parts: Sequence[Tensor] = ()  # this rank's stretches of what is cut over ``group``
+    group: Group | None = None  # None: nothing is in stretches
 
 
 @torch.no_grad()
@@ -44,8 +44,8 @@ def clip_grad_norm_(
     """Scale gradients down so that the norm of all of them is at most ``max_norm``; returns it.
 
     ``parameters`` are parameters, a model or an optimizer; a paired ZeroRedundancyOptimizer has its
-    gradients in shards, and so has the model it is paired with. With ``group``, the gradients given
-    are this rank's shards of gradients that are spread over it. All ranks call it.
+    gradients in stretches, and so has the model it is paired with. With ``group``, the gradients
+    given are this rank's stretches of gradients that are spread over it. All ranks call it.
     """
     gradients = _gradients_of(parameters, group)
     terms = _terms(gradients)
@@ -64,11 +64,11 @@ def clip_grad_norm_(
 def _gradients_of(target: Any, group: ProcessGroup | None) -> Gradients:
     if group is None and callable(getattr(target, "gradients", None)):
         return target.gradients()  # type: ignore[no-any-return]
-    shards = getattr(target, "gradient_shards", None)  # of a wrapper that is paired with one
-    if group is None and shards is not None:
-        parts = [shard.grad for shard in shards.shards if shard.grad is not None]
+    scattered = getattr(target, "scattered_gradients", None)  # of a wrapper that is paired with one
+    if group is None and scattered is not None:
+        parts = [part.grad for part in scattered.stretches if part.grad is not None]
         whole = [param.grad for param in target.parameters() if param.grad is not None]
-        return Gradients(whole, parts, shards.group)
+        return Gradients(whole, parts, scattered.group)
     if isinstance(target, Tensor):
         params: Iterable[Tensor] = [target]
     elif isinstance(target, nn.Module):
@@ -104,9 +104,9 @@ def _terms(gradients: Gradients) -> list[_Term]:
         return terms.setdefault(key, _Term(tuple(groups)))
 
     if gradients.group is not None:  # also where this rank has nothing to add
-        sharded = term([gradients.group])
-        sharded.tensors.extend(gradients.parts)
-        sharded.counted.extend(gradients.parts)
+        spread_out = term([gradients.group])
+        spread_out.tensors.extend(gradients.parts)
+        spread_out.counted.extend(gradients.parts)
     spread: dict[int, Group] = {}
     for grad in gradients.whole:
         if hasattr(grad, "to_local"):  # a DTensor
@@ -142,7 +142,7 @@ def _total(terms: Sequence[_Term], order: float, foreach: bool | None) -> Tensor
         return get_total_norm(counted, order, foreach=foreach)
     if not order > 0:
         raise OptimizerArgumentError(
-            f"norm_type is {order}; gradients are in shards.", "Give a number above 0, or inf."
+            f"norm_type is {order}; gradients are in stretches.", "Give a number above 0, or inf."
         )
     device = groups[0].device if not counted else counted[0].device
     sums = torch.stack([_power(term.counted, order, foreach, device) for term in terms])

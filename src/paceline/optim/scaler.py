@@ -1,4 +1,4 @@
-"""GradScaler for gradients that lie in shards: all ranks skip a step, or none does."""
+"""GradScaler for gradients that lie in stretches: all ranks skip a step, or none does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from .clip import Gradients
 
 
 class GradScaler(OpenGradScaler):
-    """torch's GradScaler, which asks the other ranks where an optimizer's gradients are in shards.
+    """torch's GradScaler, which asks the other ranks where gradients are in stretches.
 
-    A rank that finds an inf in its shard would otherwise skip a step that the others take. Such an
-    optimizer has a method ``gradients`` (``clip.py``); for others nothing is different.
+    A rank that finds an inf in its stretch would otherwise skip a step that the others take. An
+    optimizer with such gradients has a method ``gradients`` (``clip.py``); for others nothing is
+    different.
     """
 
     def unscale_grads(

@@ -29,15 +29,15 @@ from tests.optim.zero.ranks import (
 # Steps.
 
 
-@pytest.mark.parametrize("shards", ["auto", "whole"])
+@pytest.mark.parametrize("cut", ["auto", "whole"])
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ranks_step_as_one_process_does_bit_for_bit(name: str, views: bool, shards: Any) -> None:
+def test_ranks_step_as_one_process_does_bit_for_bit(name: str, views: bool, cut: Any) -> None:
     kind, settings = OPTIMIZERS[name]
 
     def one_rank(group: Group) -> list[Tensor]:
         net = model()
-        zero = Zero(net.parameters(), kind, group, views, shards=shards, **settings)
+        zero = Zero(net.parameters(), kind, group, views, cut=cut, **settings)
         train(net, zero, range(4))
         return weights(net)
 
@@ -351,7 +351,7 @@ def test_parameters_of_several_types_are_dealt_out_when_that_is_said() -> None:
         mine = params()
         with pytest.raises(ValueError, match="same dense type"):
             Zero(mine, torch.optim.SGD, group, lr=0.1)
-        zero = Zero(mine, torch.optim.SGD, group, lr=0.1, shards="flat")
+        zero = Zero(mine, torch.optim.SGD, group, lr=0.1, cut="flat")
         for param in mine:
             param.grad = torch.ones_like(param)
         zero.step()
@@ -436,13 +436,13 @@ def test_what_are_no_parameters_is_refused(params: Any, error: type[Exception]) 
     run_ranks(1, one_rank)
 
 
-def test_shards_of_an_unknown_kind_and_parameters_that_cannot_be_cut_are_refused() -> None:
+def test_a_cut_of_an_unknown_kind_and_parameters_that_cannot_be_cut_are_refused() -> None:
     def one_rank(group: Group) -> None:
         gaps = [nn.Parameter(torch.zeros(4, 4)[:, ::2])]
         with pytest.raises(OptimizerArgumentError, match="half"):
-            Zero(gaps, torch.optim.SGD, group, lr=0.1, shards="half")  # type: ignore[arg-type]
+            Zero(gaps, torch.optim.SGD, group, lr=0.1, cut="half")  # type: ignore[arg-type]
         with pytest.raises(OptimizerArgumentError, match="no plain stretches"):
-            Zero(gaps, torch.optim.SGD, group, lr=0.1, shards="flat")
+            Zero(gaps, torch.optim.SGD, group, lr=0.1, cut="flat")
         zero = Zero(gaps, torch.optim.SGD, group, lr=1.0)
         gaps[0].grad = torch.ones_like(gaps[0])
         zero.step()
@@ -453,7 +453,7 @@ def test_shards_of_an_unknown_kind_and_parameters_that_cannot_be_cut_are_refused
 
 def test_a_wrapper_that_cannot_shard_gradients_is_refused() -> None:
     def one_rank(group: Group) -> None:
-        with pytest.raises(OptimizerArgumentError, match="cannot leave gradients in shards"):
+        with pytest.raises(OptimizerArgumentError, match="cannot leave gradients in stretches"):
             Zero(model().parameters(), torch.optim.SGD, group, lr=0.1, ddp=model())
 
     run_ranks(1, one_rank)

@@ -1,4 +1,4 @@
-"""A sharded optimizer paired with DistributedDataParallel: gradients come in shards."""
+"""A sharded optimizer paired with DistributedDataParallel: gradients come in stretches."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_step_gathers_once_for_each_bucket() -> None:
         loss(ddp, 0, group.rank()).backward()
         calls = count_calls(group)
         zero.step()
-        return calls, len(ddp.shard_gradients().shards)
+        return calls, len(ddp.scatter_gradients().stretches)
 
     for calls, buckets in run_ranks(2, one_rank):
         assert calls == ["all_gather_single"] * buckets
@@ -422,7 +422,7 @@ def test_a_checkpoint_of_paired_ranks_goes_on_on_any_number(tmp_path: Path) -> N
 # Join.
 
 
-def test_a_rank_that_has_run_out_still_steps_its_shard() -> None:
+def test_a_rank_that_has_run_out_still_steps_its_part() -> None:
     def one_rank(group: Group) -> list[Tensor]:
         ddp, zero = paired(group)
         with Join([ddp, zero]):

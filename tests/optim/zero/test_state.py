@@ -19,8 +19,8 @@ from paceline.errors import OptimizerStateError
 from paceline.groups import Group
 from paceline.optim import ZeroRedundancyOptimizer as Zero
 from paceline.optim.zero.pieces import RunPiece, piece_of
-from paceline.optim.zero.shards import Slice, even_bounds, slices_between
 from paceline.optim.zero.state import Share, assemble, shares_of, state_for
+from paceline.optim.zero.stretches import Slice, even_bounds, slices_between
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.optim.zero.ranks import (
     OPTIMIZERS,
@@ -72,21 +72,21 @@ def test_a_state_that_is_cut_and_put_together_is_the_same(
 # One dict for all.
 
 
-def save(group: Group, name: str, shards: Any = "auto", steps: int = 4) -> dict[str, Any] | None:
+def save(group: Group, name: str, cut: Any = "auto", steps: int = 4) -> dict[str, Any] | None:
     kind, settings = OPTIMIZERS[name]
     net = model()
-    zero = Zero(net.parameters(), kind, group, shards=shards, **settings)
+    zero = Zero(net.parameters(), kind, group, cut=cut, **settings)
     train(net, zero, range(steps))
     zero.consolidate_state_dict(to=group.size() - 1)
     return zero.state_dict() if group.rank() == group.size() - 1 else None
 
 
-@pytest.mark.parametrize("shards", ["auto", "whole"])
+@pytest.mark.parametrize("cut", ["auto", "whole"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_is_that_of_an_ordinary_optimizer(name: str, shards: Any) -> None:
+def test_the_state_is_that_of_an_ordinary_optimizer(name: str, cut: Any) -> None:
     _, expected = alone(name)
     for ranks in (1, 3):
-        found = run_ranks(ranks, lambda group: save(group, name, shards))[-1]
+        found = run_ranks(ranks, lambda group: save(group, name, cut))[-1]
         assert found is not None
         assert_equal_states(found, expected)
 

@@ -22,8 +22,8 @@ from typing_extensions import Self
 from ..._exchange import memory_like, shaped_like, strides_of
 from ...errors import OptimizerStateError
 from .pieces import LocalPiece
-from .shards import Slice
 from .state import Share, elementwise_names, kind_of, on_cpu, shares_of
+from .stretches import Slice
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader

@@ -20,9 +20,9 @@ from ..._exchange import is_plain
 from ...errors import OptimizerArgumentError
 from ...groups import Group
 from .rows import Laid, Row, Staged
-from .shards import Slice, even_bounds, greedy_owners, level_bounds, slices_between
+from .stretches import Slice, even_bounds, greedy_owners, level_bounds, slices_between
 
-Shards = Literal["auto", "flat", "whole"]
+Cut = Literal["auto", "flat", "whole"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -47,22 +47,22 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
     return inspect.unwrap(kind.step) in known
 
 
-def choose_shards(
-    shards: str, kind: type[Optimizer], params: Sequence[Tensor], defaults: Mapping[str, Any]
+def choose_cut(
+    cut: str, kind: type[Optimizer], params: Sequence[Tensor], defaults: Mapping[str, Any]
 ) -> Literal["flat", "whole"]:
     """How to deal out, where it is left to us; what cannot be cut is refused."""
-    if shards not in ("auto", "flat", "whole"):
-        raise OptimizerArgumentError(f"shards is {shards!r}.", 'Choose "auto", "flat" or "whole".')
-    if shards == "whole":
+    if cut not in ("auto", "flat", "whole"):
+        raise OptimizerArgumentError(f"cut is {cut!r}.", 'Choose "auto", "flat" or "whole".')
+    if cut == "whole":
         return "whole"
     odd = [index for index, param in enumerate(params) if not is_plain(param)]
-    if shards == "flat" and odd:
+    if cut == "flat" and odd:
         raise OptimizerArgumentError(
-            f'shards="flat", but parameters {odd[:5]} are no plain stretches of memory.',
-            'Make them contiguous, or leave it at shards="auto".',
+            f'cut="flat", but parameters {odd[:5]} are no plain stretches of memory.',
+            'Make them contiguous, or leave it at cut="auto".',
         )
     fits = is_elementwise(kind) and not odd and not defaults.get("differentiable")
-    return "flat" if shards == "flat" or fits else "whole"
+    return "flat" if cut == "flat" or fits else "whole"
 
 
 def deal(

@@ -26,9 +26,9 @@ from ...join import Join, Joinable, JoinHook
 from ..clip import Gradients
 from .args import check_types, choose_class, choose_group, read_params
 from .checkpoint import Checkpointed
-from .deal import Shards, choose_shards, deal
+from .deal import Cut, choose_cut, deal
 from .overlap import Overlap, _OverlapInfo, _OverlapStatus
-from .pairing import GradientShards, PairedRow, pair, set_apart
+from .pairing import GradientStretches, PairedRow, pair, set_apart
 from .pieces import LocalPiece, RunPiece
 from .rows import Laid, Row
 from .state import Share, State, assemble, kind_of, shares_of, state_for
@@ -48,11 +48,11 @@ class ZeroJoinHook(JoinHook):
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
-    """Shards the state of ``optimizer_class`` over the ranks of a group.
+    """Spreads the state of ``optimizer_class`` over the ranks of a group.
 
     Takes what torch's class takes. With ``ddp``, a paceline DistributedDataParallel that has these
     parameters, gradients are reduce-scattered (half the bytes of an all-reduce), so ``.grad`` is
-    None after a backward pass and every rank has the averages of its part only. ``shards``:
+    None after a backward pass and every rank has the averages of its part only. ``cut``:
     ``"flat"`` cuts all elements into equal stretches, ``"whole"`` gives each parameter to one rank,
     ``"auto"`` cuts where the optimizer steps each element by itself.
 
@@ -72,12 +72,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         parameters_as_bucket_view: bool | None = False,
         overlap_with_ddp: bool = False,
         *,
-        shards: Shards = "auto",
+        cut: Cut = "auto",
         ddp: Any = None,
         **defaults: Any,
     ) -> None:
         listed, self._all_params = read_params(params)
-        check_types(self._all_params, may_differ=shards != "auto" or ddp is not None)
+        check_types(self._all_params, may_differ=cut != "auto" or ddp is not None)
         self.initialized = False
         Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
@@ -91,11 +91,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         self._optim_defaults = defaults
         self._optim_constructor = choose_class(optimizer_class, overlaps=overlap_with_ddp)
         kind = self._optim_constructor
-        self._how = choose_shards(shards, kind, self._all_params, defaults)
+        self._how = choose_cut(cut, kind, self._all_params, defaults)
         self._rows: list[Row] = []
         self._pieces: list[LocalPiece] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        self._paired: GradientShards | None = None
+        self._paired: GradientStretches | None = None
         self._ddp = ddp
         self._overlap: Overlap | None = None
         if overlap_with_ddp:
@@ -111,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         indices = self._param_to_index
         if ddp is not None:
             self._require_cuttable()
-            self._paired = _sharded(ddp, self._group)
+            self._paired = _scattered(ddp, self._group)
             self._rows.extend(pair(self._paired, indices))
         paired = {index for row in self._rows for index in row.params}
         rest = {index: param for param, index in indices.items() if index not in paired}
@@ -292,7 +292,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
                     row.share()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those in shards too."""
+        """Forget all gradients, those in stretches too."""
         super().zero_grad(set_to_none)
         if self._paired is not None:
             self._paired.clear()
@@ -507,17 +507,17 @@ def _owned(row: Row, rank: int) -> int:
     return sum(part.length for part in row.owned[rank])
 
 
-def _sharded(ddp: Any, group: Group) -> GradientShards:
+def _scattered(ddp: Any, group: Group) -> GradientStretches:
     """Have ``ddp`` reduce-scatter its gradients from now on."""
-    if not hasattr(ddp, "shard_gradients"):
+    if not hasattr(ddp, "scatter_gradients"):
         raise OptimizerArgumentError(
-            f"ddp= is a {type(ddp).__name__}, which cannot leave gradients in shards.",
+            f"ddp= is a {type(ddp).__name__}, which cannot leave gradients in stretches.",
             "Give the model as wrapped by paceline.DistributedDataParallel, or leave ddp= out.",
         )
-    sharded: GradientShards = ddp.shard_gradients()
-    if (sharded.group.rank(), sharded.group.size()) != (group.rank(), group.size()):
+    scattered: GradientStretches = ddp.scatter_gradients()
+    if (scattered.group.rank(), scattered.group.size()) != (group.rank(), group.size()):
         raise OptimizerArgumentError(
-            f"ddp= averages over {sharded.group}, and process_group is {group}.",
+            f"ddp= averages over {scattered.group}, and process_group is {group}.",
             "Leave process_group out.",
         )
-    return sharded
+    return scattered

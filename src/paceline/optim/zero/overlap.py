@@ -21,7 +21,7 @@ from ..._exchange import memory_like
 from ...groups import Group
 from .pieces import PartPiece
 from .rows import Staged
-from .shards import Slice, even_bounds
+from .stretches import Slice, even_bounds
 
 
 class _OverlapStatus(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""Pairing with DistributedDataParallel: gradients arrive in shards, so they are stepped in shards.
+"""Pairing with DistributedDataParallel: gradients arrive in stretches, and so they are stepped.
 
 The wrapper reduce-scatters each bucket, and a rank gets the averages of one stretch of it. The
 parameters of a bucket are laid into a buffer that looks like the bucket; the same stretch of that
@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from ...groups import Group
 from .pieces import LocalPiece, RunPiece
 from .rows import KindOf, Laid
-from .shards import Slice, length_of, runs_of
 from .state import copied
+from .stretches import Slice, length_of, runs_of
 
 _LONGEST = 1 << 20  # elements of a run: few kernels, and what they work on still fits a cache
 
 
-class GradientShard(Protocol):
+class GradientStretch(Protocol):
     """One bucket of a wrapper, and this rank's stretch of it."""
 
     @property
@@ -51,15 +51,15 @@ class GradientShard(Protocol):
         """Places, among the parameters, of those that any rank had a gradient for."""
 
 
-class GradientShards(Protocol):
+class GradientStretches(Protocol):
     """The gradients of a wrapper that reduce-scatters them."""
 
     @property
     def group(self) -> Group:
-        """Whose ranks have the shards."""
+        """Whose ranks have the stretches."""
 
     @property
-    def shards(self) -> Sequence[GradientShard]:
+    def stretches(self) -> Sequence[GradientStretch]:
         """One for each bucket."""
 
     def clear(self) -> None:
@@ -69,12 +69,14 @@ class GradientShards(Protocol):
 class PairedRow(Laid):
     """The parameters of one bucket, in a buffer of the same layout."""
 
-    def __init__(self, shard: GradientShard, params: Mapping[int, Tensor], group: Group) -> None:
-        length = shard.numel // group.size()
+    def __init__(
+        self, stretch: GradientStretch, params: Mapping[int, Tensor], group: Group
+    ) -> None:
+        length = stretch.numel // group.size()
         total = sum(param.numel() for param in params.values())
         bounds = tuple(min(rank * length, total) for rank in range(group.size() + 1))
         super().__init__(bounds, params, group, length)
-        self.shard = shard
+        self.stretch = stretch
         self._find_starts()
 
     def _find_starts(self) -> None:
@@ -94,8 +96,8 @@ class PairedRow(Laid):
 
     def idle(self) -> set[int]:
         """Parameters that no rank had a gradient for, though others of the bucket had one."""
-        touched = self.shard.touched
-        if self.shard.grad is None or len(touched) == len(self.params):
+        touched = self.stretch.touched
+        if self.stretch.grad is None or len(touched) == len(self.params):
             return set()
         return {index for at, index in enumerate(self.params) if at not in touched}
 
@@ -113,24 +115,24 @@ class PairedRow(Laid):
         return RunPiece(self.buffer[start:stop], slices, group, self._gradient(start, stop))
 
     def _gradient(self, start: int, stop: int) -> Callable[[], Tensor | None]:
-        shard = self.shard
-        first, last = start - shard.start, stop - shard.start
+        stretch = self.stretch
+        first, last = start - stretch.start, stop - stretch.start
 
         def gradient() -> Tensor | None:
-            grad = shard.grad
+            grad = stretch.grad
             return None if grad is None else grad[first:last].to(self.buffer.dtype)
 
         return gradient
 
 
-def pair(sharded: GradientShards, indices: Mapping[Tensor, int]) -> list[PairedRow]:
+def pair(scattered: GradientStretches, indices: Mapping[Tensor, int]) -> list[PairedRow]:
     """A row for every bucket with a parameter of ours; ``indices`` says which those are."""
     rows = []
     strangers = itertools.count(-1, -1)  # the bucket has them, and this optimizer does not
-    for shard in sharded.shards:
-        params = {_index(param, indices, strangers): param for param in shard.params}
+    for stretch in scattered.stretches:
+        params = {_index(param, indices, strangers): param for param in stretch.params}
         if any(index >= 0 for index in params):
-            rows.append(PairedRow(shard, params, sharded.group))
+            rows.append(PairedRow(stretch, params, scattered.group))
     return rows
 
 

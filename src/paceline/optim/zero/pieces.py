@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..._exchange import memory_like, memory_of
-from .shards import Slice, length_of
+from .stretches import Slice, length_of
 
 
 class LocalPiece(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._exchange import copy_all, is_dense, memory_of, move_into
 from ...groups import Group
 from .pieces import LocalPiece, piece_of
-from .shards import Bounds, Slice, cut_slices, length_of, slices_between
+from .stretches import Bounds, Slice, cut_slices, length_of, slices_between
 
 _WINDOW = 1 << 20  # elements of each rank that travel at once when there is no buffer of their own
 _WASTE = 1.25  # at most so many times the elements are sent to make ranks' parts equally long

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._exchange import memory_like, shaped_like
 from ...errors import OptimizerStateError
 from .pieces import LocalPiece
-from .shards import Slice
+from .stretches import Slice
 
 State = Mapping[int, Mapping[str, Any]]  # by index of parameter and name
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.optim.zero.shards import (
+from paceline.optim.zero.stretches import (
     Slice,
     cut_slices,
     even_bounds,

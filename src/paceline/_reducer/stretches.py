@@ -1,8 +1,8 @@
 """Buckets of which each rank keeps one stretch: half the bytes of an average for all.
 
 An optimizer whose state is spread over the ranks (ZeRO) updates, on each rank, one part of the
-parameters; only that part of the gradients is needed there. A :class:`ShardedBucket` is therefore
-reduced and scattered. The means are in :attr:`Shard.grad`, and ``.grad`` of the parameters is None.
+parameters; only that part of the gradients is needed there. A :class:`ScatteredBucket` is therefore
+reduced and scattered. The means are in :attr:`Stretch.grad`, and ``.grad`` of parameters is None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Shard:
+class Stretch:
     """This rank's part of one bucket."""
 
     params: tuple[nn.Parameter, ...]  # they lie one after another, each in its own memory order
@@ -52,10 +52,10 @@ class Shard:
 
 
 @dataclass(eq=False, slots=True)
-class ShardedBucket(Bucket):
+class ScatteredBucket(Bucket):
     """A bucket that is reduced and scattered."""
 
-    shard: Shard | None = None
+    stretch: Stretch | None = None
 
     @classmethod
     def allocate(
@@ -72,22 +72,22 @@ class ShardedBucket(Bucket):
     ) -> Self:
         payload = sum(p.numel() for p in params)
         padding = -payload % group.size()
-        bucket = super(ShardedBucket, cls).allocate(
+        bucket = super(ScatteredBucket, cls).allocate(
             index, numbers, params, group, dtype=dtype, lends=False, extra=padding, lazy=lazy
         )
         each, rank = (payload + padding) // group.size(), group.rank()
         bucket.buffer[payload:].zero_()  # of a lazy one, when there is memory
-        bucket.shard = Shard(bucket.params, payload + padding, rank * each, (rank + 1) * each)
+        bucket.stretch = Stretch(bucket.params, payload + padding, rank * each, (rank + 1) * each)
         return bucket
 
     @property
-    def own(self) -> Shard:
+    def own(self) -> Stretch:
         """This rank's part."""
-        assert self.shard is not None
-        return self.shard
+        assert self.stretch is not None
+        return self.stretch
 
     def claim(self) -> bool:
-        fresh = super(ShardedBucket, self).claim()
+        fresh = super(ScatteredBucket, self).claim()
         if fresh:
             self.buffer[self.size :].zero_()
         return fresh
@@ -99,12 +99,12 @@ class ShardedBucket(Bucket):
     def take(self, slots: Sequence[int], scale: float, *, plain: bool = False) -> None:
         if not self.taken:
             self.own.rescue(self.means)
-        super(ShardedBucket, self).take(slots, scale, plain=plain)
+        super(ScatteredBucket, self).take(slots, scale, plain=plain)
         self.kept.clear()
 
     def take_whole(self, scale: float) -> bool:
         self.own.rescue(self.means)
-        whole = super(ShardedBucket, self).take_whole(scale)
+        whole = super(ScatteredBucket, self).take_whole(scale)
         self.kept.clear()
         return whole
 
@@ -120,11 +120,11 @@ class ShardedBucket(Bucket):
             self.own.accept(self.means if lasts else self.means.clone())
 
     def give_back_all(self) -> None:
-        """Only note it: the means are in the shard."""
+        """Only note it: the means are in the stretch."""
         self.own.touched.update(range(len(self.params)))
 
     def give_back(self, slot: int) -> None:
-        """Only note it: the mean is in the shard."""
+        """Only note it: the mean is in the stretch."""
         self.own.touched.add(slot)
 
     def add(self, slot: int, total: Tensor) -> None:
@@ -137,7 +137,7 @@ class ShardedBucket(Bucket):
             self.means[low - own.start : high - own.start].add_(flat[low - start : high - start])
 
 
-class ShardedGradients:
+class ScatteredGradients:
     """This rank's part of the averaged gradients of a model; :meth:`clear` it after each step."""
 
     def __init__(self, layout: Layout, group: Group) -> None:
@@ -145,12 +145,12 @@ class ShardedGradients:
         self.group = group
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def stretches(self) -> tuple[Stretch, ...]:
         """One for each bucket, in the order in which they are sent."""
         buckets = self._layout.buckets
-        return tuple(bucket.own for bucket in buckets if isinstance(bucket, ShardedBucket))
+        return tuple(bucket.own for bucket in buckets if isinstance(bucket, ScatteredBucket))
 
     def clear(self) -> None:
         """Forget the gradients, as ``zero_grad`` does."""
-        for shard in self.shards:
-            shard.clear()
+        for stretch in self.stretches:
+            stretch.clear()

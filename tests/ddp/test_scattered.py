@@ -1,4 +1,4 @@
-"""Each rank keeps its stretch of the averages: ``ddp.shard_gradients()``."""
+"""Each rank keeps its stretch of the averages: ``ddp.scatter_gradients()``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import paceline
 from paceline import DistributedDataParallel as DDP
-from paceline._reducer import Shard
-from paceline.errors import ModuleStateError, ShardingError
+from paceline._reducer import Stretch
+from paceline.errors import ModuleStateError, ScatterError
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import watch
@@ -28,16 +28,16 @@ def wrapped(group: Group, **options: Any) -> DDP:
     return DDP(stack(3, 5, 4), process_group=group, bucket_cap_mb=TINY, **options)
 
 
-def whole(group: Group, shards: tuple[Shard, ...], model: nn.Module) -> dict[str, Tensor]:
+def whole(group: Group, stretches: tuple[Stretch, ...], model: nn.Module) -> dict[str, Tensor]:
     """The ranks' stretches put together again, by name."""
     names = {p: name for name, p in model.named_parameters()}
     found = {}
-    for shard in shards:
-        assert shard.grad is not None
-        flat = torch.empty(shard.numel, dtype=shard.grad.dtype)
-        group.all_gather_single(flat, shard.grad.clone())
+    for stretch in stretches:
+        assert stretch.grad is not None
+        flat = torch.empty(stretch.numel, dtype=stretch.grad.dtype)
+        group.all_gather_single(flat, stretch.grad.clone())
         at = 0
-        for p in shard.params:
+        for p in stretch.params:
             found[names[p]] = flat[at : at + p.numel()].view(p.shape).clone()
             at += p.numel()
         assert not flat[at:].any(), "what fills a bucket up stays zero"
@@ -45,14 +45,14 @@ def whole(group: Group, shards: tuple[Shard, ...], model: nn.Module) -> dict[str
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_shards_of_all_ranks_are_the_average(ranks: int) -> None:
+def test_the_stretches_of_all_ranks_are_the_average(ranks: int) -> None:
     def one_rank(group: Group) -> list[dict[str, Tensor]]:
         ddp = wrapped(group)
-        sharded, found = ddp.shard_gradients(), []
+        sharded, found = ddp.scatter_gradients(), []
         for step in range(3):
             loss(ddp, group.rank(), step).backward()
             assert all(p.grad is None for p in ddp.parameters())
-            found.append(whole(group, sharded.shards, ddp.module))
+            found.append(whole(group, sharded.stretches, ddp.module))
             sharded.clear()
         return found
 
@@ -64,8 +64,8 @@ def test_the_shards_of_all_ranks_are_the_average(ranks: int) -> None:
 
 def test_stretches_are_equal_and_cover_each_bucket() -> None:
     def one_rank(group: Group) -> list[tuple[int, int, int]]:
-        shards = wrapped(group).shard_gradients().shards
-        return [(s.numel, s.start, s.stop) for s in shards]
+        stretches = wrapped(group).scatter_gradients().stretches
+        return [(s.numel, s.start, s.stop) for s in stretches]
 
     first, second, third = run_ranks(3, one_rank)
     assert len(first) > 1
@@ -77,24 +77,24 @@ def test_stretches_are_equal_and_cover_each_bucket() -> None:
 def test_what_was_not_cleared_is_added_to() -> None:
     def one_rank(group: Group) -> dict[str, Tensor]:
         ddp = wrapped(group)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         for step in range(3):
             loss(ddp, group.rank(), step).backward()
-        return whole(group, sharded.shards, ddp.module)
+        return whole(group, sharded.stretches, ddp.module)
 
     expected = mean_grads(stack(3, 5, 4), 2, lambda m, r: sum(loss(m, r, s) for s in range(3)))
     for found in run_ranks(2, one_rank):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("clear", ["ddp", "shards"])
+@pytest.mark.parametrize("clear", ["ddp", "stretches"])
 def test_cleared_gradients_are_forgotten(clear: str) -> None:
     def one_rank(group: Group) -> list[Any]:
         ddp = wrapped(group)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         loss(ddp, group.rank()).backward()
         ddp.zero_grad() if clear == "ddp" else sharded.clear()
-        return [shard.grad for shard in sharded.shards]
+        return [stretch.grad for stretch in sharded.stretches]
 
     assert all(grad is None for found in run_ranks(2, one_rank) for grad in found)
 
@@ -102,12 +102,12 @@ def test_cleared_gradients_are_forgotten(clear: str) -> None:
 def test_gradients_gathered_in_no_sync_are_scattered_with_the_next() -> None:
     def one_rank(group: Group) -> dict[str, Tensor]:
         ddp = wrapped(group)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         with ddp.no_sync():
             loss(ddp, group.rank(), 0).backward()
-        assert all(shard.grad is None for shard in sharded.shards)
+        assert all(stretch.grad is None for stretch in sharded.stretches)
         loss(ddp, group.rank(), 1).backward()
-        return whole(group, sharded.shards, ddp.module)
+        return whole(group, sharded.stretches, ddp.module)
 
     expected = mean_grads(stack(3, 5, 4), 2, lambda m, r: loss(m, r, 0) + loss(m, r, 1))
     for found in run_ranks(2, one_rank):
@@ -117,12 +117,12 @@ def test_gradients_gathered_in_no_sync_are_scattered_with_the_next() -> None:
 def test_weights_make_the_mean_over_all_samples() -> None:
     def one_rank(group: Group) -> dict[str, Tensor]:
         ddp = wrapped(group)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         for step in range(2):
             sharded.clear()
             with ddp.samples(1 + 2 * group.rank()):
                 loss(ddp, group.rank(), step).backward()
-        return whole(group, sharded.shards, ddp.module)
+        return whole(group, sharded.stretches, ddp.module)
 
     single = stack(3, 5, 4)
     (loss(single, 0, 1) / 4 + loss(single, 1, 1) * 3 / 4).backward()
@@ -133,12 +133,12 @@ def test_weights_make_the_mean_over_all_samples() -> None:
 def test_a_rank_that_has_run_out_still_gets_its_stretch() -> None:
     def one_rank(group: Group) -> dict[str, Tensor]:
         ddp = wrapped(group)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         with ddp.join():
             for step in range(1 + group.rank()):
                 sharded.clear()
                 loss(ddp, group.rank(), step).backward()
-        return whole(group, sharded.shards, ddp.module)
+        return whole(group, sharded.stretches, ddp.module)
 
     single = stack(3, 5, 4)
     (loss(single, 1, 1) / 2).backward()  # torch's rule: divided by the initial number of ranks
@@ -151,12 +151,12 @@ def test_a_rank_that_has_run_out_still_gets_its_stretch() -> None:
 def test_what_comes_late_is_scattered_too() -> None:
     def one_rank(group: Group) -> list[dict[str, Tensor]]:
         ddp = DDP(Branches(), process_group=group, bucket_cap_mb=TINY)
-        sharded, found = ddp.shard_gradients(), []
+        sharded, found = ddp.scatter_gradients(), []
         for step in range(4):
             sharded.clear()
             chosen = (0, 1, 2) if step % 2 else (2, 0, 1)
             ddp(data(2, 3, seed=group.rank()), chosen).square().sum().backward()
-            found.append(whole(group, sharded.shards, ddp.module))
+            found.append(whole(group, sharded.stretches, ddp.module))
         return found
 
     for found in run_ranks(2, one_rank):
@@ -172,14 +172,14 @@ def test_what_comes_late_is_scattered_too() -> None:
 def test_parameters_that_no_rank_reached_are_told_from_those_with_a_mean_of_zero() -> None:
     def one_rank(group: Group) -> list[tuple[bool, set[str]]]:
         ddp = DDP(Branches(), process_group=group)
-        sharded, found = ddp.shard_gradients(), []
+        sharded, found = ddp.scatter_gradients(), []
         names = {p: name for name, p in ddp.module.named_parameters()}
         for chosen in ((0, 1, 2), (0,), ()):
             sharded.clear()
             (ddp(data(2, 3), chosen) * 0).sum().backward()
-            (shard,) = sharded.shards
-            reached = {names[shard.params[slot]] for slot in shard.touched}
-            found.append((shard.grad is not None, reached))
+            (stretch,) = sharded.stretches
+            reached = {names[stretch.params[slot]] for slot in stretch.touched}
+            found.append((stretch.grad is not None, reached))
         return found
 
     for every, some, least in run_ranks(2, one_rank):
@@ -198,9 +198,9 @@ def test_a_hook_may_average_what_is_then_cut() -> None:
     def one_rank(group: Group) -> dict[str, Tensor]:
         ddp = wrapped(group)
         ddp.register_comm_hook(group, mean)
-        sharded = ddp.shard_gradients()
+        sharded = ddp.scatter_gradients()
         loss(ddp, group.rank()).backward()
-        return whole(group, sharded.shards, ddp.module)
+        return whole(group, sharded.stretches, ddp.module)
 
     expected = mean_grads(stack(3, 5, 4), 2, loss)
     for found in run_ranks(2, one_rank):
@@ -210,10 +210,10 @@ def test_a_hook_may_average_what_is_then_cut() -> None:
 def test_half_the_bytes_of_an_average_are_sent() -> None:
     def one_rank(group: Group) -> tuple[float, float]:
         sent = []
-        for shard in (False, True):
+        for stretch in (False, True):
             ddp = DDP(stack(30, 50, 40), process_group=group)
-            if shard:
-                ddp.shard_gradients()
+            if stretch:
+                ddp.scatter_gradients()
             for step in range(2):
                 group.traffic.reset()
                 ddp(data(3, 30, seed=step)).square().mean().backward()
@@ -228,8 +228,8 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     def one_rank(group: Group) -> list[str]:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
         ddp = DDP(model, process_group=group)
-        with pytest.raises(ShardingError) as caught:
-            ddp.shard_gradients()
+        with pytest.raises(ScatterError) as caught:
+            ddp.scatter_gradients()
         return list(caught.value.parameters)
 
     assert run_ranks(2, one_rank) == [["0.weight"]] * 2
@@ -238,7 +238,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 def test_freezing_a_parameter_is_refused() -> None:
     def one_rank(group: Group) -> None:
         ddp = wrapped(group)
-        ddp.shard_gradients()
+        ddp.scatter_gradients()
         next(ddp.parameters()).requires_grad_(False)
         with pytest.raises(ModuleStateError, match="frozen"):
             ddp(data(3, 3))
@@ -256,13 +256,13 @@ def over_processes(meeting: Meeting, backend: str) -> tuple[dict[str, Tensor], l
     else:
         group = meeting.new_group(backend)
         ddp = wrapped(group)
-    sharded = ddp.shard_gradients()
+    sharded = ddp.scatter_gradients()
     for step in range(2):
         sharded.clear()
         seen = watch(ddp.replica.group)
         loss(ddp, meeting.rank, step).backward()
     kinds = sorted({kind for kind, _ in seen})
-    found = whole(group, sharded.shards, ddp.module)
+    found = whole(group, sharded.stretches, ddp.module)
     dist.destroy_process_group() if backend == "torch" else group.shutdown()
     return found, kinds
 
