@@ -54,7 +54,14 @@ EXPORTS = {
         "refuse_hooks",
         "train_step",
     ],
-    "paceline.data": ["DistributedSampler", "Shard", "keyed_random", "share_out"],
+    "paceline.data": [
+        "DistributedSampler",
+        "Shard",
+        "ShardedLoader",
+        "ShardedStep",
+        "keyed_random",
+        "share_out",
+    ],
     "paceline.ddp": [
         "DistributedDataParallel",
         "Replica",

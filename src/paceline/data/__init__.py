@@ -3,12 +3,23 @@
 ::
 
     sampler.py     DistributedSampler: an epoch dealt out to ranks, every sample once
-    shards.py      Shard, share_out: the parts of a global batch and who computes which; pure
+    loader.py      ShardedLoader: an epoch in steps, a step in shards, for any number of ranks
+    cutting.py     how an epoch is cut into these; pure
+    shards.py      Shard, share_out: what a shard is called and who computes it; pure
+    fetching.py    a shard's samples, from this process or from workers
     randomness.py  keyed_random: random numbers that follow from the shard alone
 """
 
+from .loader import ShardedLoader, ShardedStep
 from .randomness import keyed_random
 from .sampler import DistributedSampler
 from .shards import Shard, share_out
 
-__all__ = ["DistributedSampler", "Shard", "keyed_random", "share_out"]
+__all__ = [
+    "DistributedSampler",
+    "Shard",
+    "ShardedLoader",
+    "ShardedStep",
+    "keyed_random",
+    "share_out",
+]

@@ -25,6 +25,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ..errors import SamplerStateError
 from ..groups import current_process_group
+from .ranks import rank_and_size
 
 __all__ = ["DistributedSampler"]
 
@@ -101,9 +102,8 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         self._given = self._given[0], value
 
     def _now(self) -> tuple[int, int]:
-        group = getattr(self._group, "process_group", self._group)
-        if group is not None or self._known[0] < 0 or dist.is_initialized():
-            self._known = _rank_and_size(group)
+        if self._group is not None or self._known[0] < 0 or dist.is_initialized():
+            self._known = rank_and_size(self._group)
         return self._known
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,9 +201,3 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         if position == self._end(position) and epoch < self.epoch:
             return  # that epoch was over, and set_epoch has gone on (loaders load late)
         self.epoch, self._start, self._position = epoch, position, position
-
-
-def _rank_and_size(group: Any) -> tuple[int, int]:
-    if group is None:
-        return dist.get_rank(), dist.get_world_size()  # which say what to do if there is no group
-    return group.rank(), group.size()

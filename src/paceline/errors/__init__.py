@@ -54,6 +54,10 @@
     ├── ShardMismatchError         ranks' shards do not fit together            (ValueError)
     ├── ShardArgumentError         a rank gave something that is no shard       (ValueError)
     ├── ShardNumberError           a shard of a batch that cannot be            (ValueError)
+    ├── LoaderArgumentError        a ShardedLoader of things that cannot be     (ValueError)
+    ├── LoaderStateError           …a state of other shards                     (ValueError)
+    ├── DatasetChangedError        …a dataset with another length in an epoch   (RuntimeError)
+    ├── WorkerLostError            …a worker process that died                  (RuntimeError)
     ├── ShareError                 shards among ranks that cannot be            (ValueError)
     ├── HookStateError             a hook whose state does not fit              (ValueError)
     ├── CodecSettingError          a codec that cannot be                       (ValueError)
@@ -92,11 +96,15 @@ from .base import ExplainedError, PacelineError
 from .cli import LaunchCountError, LaunchError, PortTakenError
 from .compiled import HookRefusedError, HookResultError, NotPlannedError
 from .data import (
+    DatasetChangedError,
+    LoaderArgumentError,
+    LoaderStateError,
     SamplerStateError,
     ShardArgumentError,
     ShardMismatchError,
     ShardNumberError,
     ShareError,
+    WorkerLostError,
 )
 from .ddp import (
     BucketPhaseError,
@@ -186,6 +194,7 @@ __all__ = [
     "CollectiveTypeError",
     "CommHookError",
     "DamagedLogError",
+    "DatasetChangedError",
     "DisagreementError",
     "EarlyTerminationError",
     "EngineUnavailableError",
@@ -204,6 +213,8 @@ __all__ = [
     "LateGradientError",
     "LaunchCountError",
     "LaunchError",
+    "LoaderArgumentError",
+    "LoaderStateError",
     "LogVersionError",
     "MessageMemoryError",
     "MismatchError",
@@ -255,5 +266,6 @@ __all__ = [
     "UnsupportedTorchError",
     "UnweighableError",
     "WaitTimeoutError",
+    "WorkerLostError",
     "WrapperMismatchError",
 ]

@@ -89,3 +89,72 @@ class ShareError(PacelineError, ValueError):
             "the other ranks have, a shard would be computed twice or by nobody. Give every rank "
             "the same members."
         )
+
+
+@dataclass(eq=False)
+class LoaderArgumentError(PacelineError, ValueError, TypeError):
+    """A ShardedLoader was made, or asked, for something that cannot be."""
+
+    argument: str
+    value: object
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"ShardedLoader: {self.argument}={self.value!r}: {self.problem}. Nothing was fetched. "
+            "Every rank has to give the same dataset, shards, batch and seed, so it raises on all."
+        )
+
+
+@dataclass(eq=False)
+class LoaderStateError(PacelineError, ValueError):
+    """A ShardedLoader was given a state that belongs to other shards."""
+
+    field: str
+    saved: object
+    here: object
+
+    def __str__(self) -> str:
+        return (
+            f"the loader's state was saved with {self.field}={self.saved!r}, and here is "
+            f"{self.here!r}: the steps that were done there had other samples than those of the "
+            "same number here. Nothing was loaded. Make the loader as it was (the number of ranks "
+            "may differ, nothing else), or start the epoch afresh with seek()."
+        )
+
+
+@dataclass(eq=False)
+class DatasetChangedError(PacelineError, RuntimeError):
+    """A dataset has another length than when the epoch began."""
+
+    rank: int
+    epoch: int
+    before: int
+    now: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: the dataset had {self.before} samples when epoch {self.epoch} "
+            f"began, and now has {self.now}: the shards that are left would have samples that were "
+            "seen, or miss some. The other ranks wait for this one's shards. Change a dataset "
+            "between epochs, on every rank; here, seek() to the start of an epoch."
+        )
+
+
+@dataclass(eq=False)
+class WorkerLostError(PacelineError, RuntimeError):
+    """A worker process died while it fetched samples."""
+
+    rank: int
+    epoch: int
+    step: int
+    index: int
+    report: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: a worker was lost before shard {self.index} of step {self.step} "
+            f"(epoch {self.epoch}) was fetched: {self.report} The other ranks wait for this "
+            "shard. Nothing of the step is lost: iterated again, it is fetched by new workers. "
+            "A worker that is killed often has no memory left: use fewer, or smaller samples."
+        )
