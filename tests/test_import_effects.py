@@ -4,6 +4,7 @@ All of it happens in fresh interpreters, one for each script: this one has long 
 """
 
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -64,7 +65,9 @@ def differences(before, after):
 def run(script: str) -> Any:
     """What a script leaves in ``result``."""
     whole = f"{SNAPSHOT}\n{script}\nimport json; print(json.dumps(result))"
-    out = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # which names the backend sooner
+    command = [sys.executable, "-c", whole]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert out.returncode == 0, out.stderr
     return json.loads(out.stdout.splitlines()[-1])
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any
 
+import torch.distributed
+
 from . import hooks, join, optim, policies
 from ._torch import patches
 from ._torch.first_use import catch_up
@@ -24,6 +26,7 @@ from .ddp import (
     replicate,
     set_strict,
 )
+from .groups import quickest
 
 _ALGORITHMS = "torch.distributed.algorithms"
 _HOOKS = f"{_ALGORITHMS}.ddp_comm_hooks"
@@ -90,8 +93,9 @@ _REPLACED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class Installation:
     """One :func:`install`; as a context it ends with the block."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, engine: bool) -> None:
         self.strict = strict
+        self.engine = engine
 
     def __enter__(self) -> Installation:
         return self
@@ -111,25 +115,33 @@ class Installation:
 
 
 _installed: list[Installation] = []
+_INIT = torch.distributed.init_process_group
+_OPENING = {
+    "init_process_group": quickest(_INIT, lambda: any(one.engine for one in _installed)),
+}
 _places: list[tuple[ModuleType, str, Any]] = []  # where torch's names stood
 
 
-def install(*, strict: bool = False) -> Installation:
+def install(*, strict: bool = False, names: bool = True, engine: bool = False) -> Installation:
     """Make torch's names mean ours, everywhere they have been imported; also as a context.
 
     ``strict``: wrappers refuse what torch's refuse, such as unused parameters without
-    ``find_unused_parameters=True``.
+    ``find_unused_parameters=True``. ``engine``: ``init_process_group("gloo")`` opens the quickest
+    engine of this machine, as ``"paceline"`` does, and rank 0 says which. ``names=False`` leaves
+    all but that as it is.
     """
-    _installed.append(Installation(strict))
+    _installed.append(Installation(strict, engine))
     set_strict(strict)
     meant = {id(old): (old, getattr(module, name)) for module, name, old in _places}
-    for source in _REPLACED:
+    if engine:
+        meant.update(_meant_by(sys.modules[_INIT.__module__], _OPENING))
+    for source in _REPLACED if names else ():
         if source in sys.modules:
-            meant.update(_meant_by(sys.modules[source]))
+            meant.update(_meant_by(sys.modules[source], _REPLACED[source]))
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.split(".")[0] != "paceline":
             _replace_in(module, meant)
-    if _on_import not in sys.meta_path:
+    if names and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
     catch_up()
     return _installed[-1]
@@ -159,9 +171,8 @@ def uninstall() -> None:
     patches.take_back()
 
 
-def _meant_by(source: ModuleType) -> dict[int, tuple[Any, Any]]:
+def _meant_by(source: ModuleType, ours: Mapping[str, Any]) -> dict[int, tuple[Any, Any]]:
     """What a module of torch's defines, by identity, each with what shall stand there."""
-    ours = _REPLACED[source.__name__]
     pairs = [(vars(source)[name], new) for name, new in ours.items() if name in vars(source)]
     return {id(old): (old, new) for old, new in pairs if old is not new}
 
@@ -200,7 +211,7 @@ class _Replacing:
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         if _installed:
-            _replace_in(module, _meant_by(module))
+            _replace_in(module, _meant_by(module, _REPLACED[module.__name__]))
 
 
 _on_import = _OnImport()

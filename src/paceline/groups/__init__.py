@@ -19,6 +19,7 @@ from .factory import (
 )
 from .group import Group
 from .options import GroupOptions
+from .torch_init import quickest as quickest
 from .torch_world import offer_to_init_process_group, store_of
 from .traffic import Traffic
 from .work import FINISHED, Work

@@ -171,7 +171,13 @@ def process_group(pg: ProcessGroup) -> Generator[None, None, None]:
 def open_for_torch(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     """What ``torch.distributed.init_process_group("paceline")`` calls."""
     leave_recording_to("paceline")
-    group = factory_of("paceline")(store, rank, size, timeout, torch.device("cpu"))
+    factory, members = factory_of("paceline"), range(size)
+
+    def open_in(corner: Store) -> ProcessGroup:
+        return factory(corner, rank, size, timeout, torch.device("cpu"))
+
+    # A store serves every group that a process makes in turn: what one left must not be read again.
+    group = _meet_and_open(open_in, PrefixStore("turns", store), "all", rank, members, timeout)
     assert isinstance(group, Group)
     if os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1":  # as torch reads it, since 2.14
         refuse_nan(group)

@@ -36,7 +36,11 @@ OWN = (
     "PACELINE_SKIP_ALONE",
     "PACELINE_WARN_AFTER",
 )
-BETWEEN_US = ("PACELINE_LAUNCHER", "PACELINE_NOTES")  # that our own processes tell each other
+BETWEEN_US = (
+    "PACELINE_LAUNCHER",
+    "PACELINE_MASTER",
+    "PACELINE_NOTES",
+)  # that our own processes tell each other
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "SLURM": ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
     "OpenMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

@@ -64,6 +64,7 @@ class Pipes(LogsSpecs):
         for local, env in envs.items():
             env["PACELINE_NOTES"] = str(folder)
             env["PACELINE_LAUNCHER"] = str(os.getpid())
+            env["PACELINE_MASTER"] = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
             env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{local}.json")
         return LogsDest(
             stdouts={local: self._pipe(folder, rank, 1) for local, rank in ranks.items()},

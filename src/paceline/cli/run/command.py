@@ -48,10 +48,15 @@ _MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
 _DROP_IN = _flag(
     _SCRIPT,
     "--drop-in",
-    "torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()).",
+    "torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()), and gloo means "
+    "the quickest engine here.",
 )
+_KEEP_BACKEND = _flag(_SCRIPT, "--keep-backend", 'init_process_group("gloo") stays torch\'s gloo.')
 _BACKEND = _option(
-    _SCRIPT, "NAME", 'What init_process_group("paceline") and new_group("auto") pick.'
+    _SCRIPT,
+    "NAME",
+    'What init_process_group("gloo" or "paceline") and new_group("auto") open: gloo, hybrid, nccl '
+    "or shm.",
 )
 _RECORD = _option(
     _SCRIPT, "DIR", "Keep the recorder's log of each rank there, for paceline report."
@@ -80,6 +85,7 @@ def run(
     patience: Annotated[float, _PATIENCE] = 2.0,
     module: Annotated[bool, _MODULE] = False,
     drop_in: Annotated[bool, _DROP_IN] = False,
+    keep_backend: Annotated[bool, _KEEP_BACKEND] = False,
     backend: Annotated[str, _BACKEND] = "auto",
     record: Annotated[str, _RECORD] = "",
     nnodes: Annotated[str | None, _NNODES] = None,
@@ -106,7 +112,9 @@ def run(
     from .start import start
 
     asked = Asked(nproc, nnodes, node_rank, master_addr, master_port, rdzv_endpoint, rdzv_id)
-    chosen = Script(script, tuple(arguments or ()), module, backend, drop_in, record, threads)
+    chosen = Script(
+        script, tuple(arguments or ()), module, backend, drop_in, keep_backend, record, threads
+    )
     try:
         return start(asked, chosen, Conduct(max_restarts, grace, patience), show, ray)
     except LaunchError as error:

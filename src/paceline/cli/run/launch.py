@@ -41,6 +41,7 @@ class Script:
     module: bool = False  # python -m
     backend: str = "auto"
     drop_in: bool = False
+    keep_backend: bool = False  # of a script that asks for gloo
     record: str = ""  # a folder; the recorder reads PACELINE_RECORD
     threads: int | None = None
 
@@ -52,13 +53,20 @@ class Script:
     def environment(self, nproc: int) -> dict[str, str]:
         """Variables for all ranks of this machine, beside those that torch's agent sets."""
         found = {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
-        found |= {"PACELINE_DROP_IN": "1"} if self.drop_in else {}
+        found |= {"PACELINE_DROP_IN": self._mode} if self._mode else {}
         found |= {"PACELINE_RECORD": os.path.abspath(self.record)} if self.record else {}
         if threads := threads_per_rank(self.threads, nproc, cores(), os.environ):
             found["OMP_NUM_THREADS"] = str(threads)
         if "PYTHONFAULTHANDLER" not in os.environ:
             found["PYTHONFAULTHANDLER"] = "1"  # a crash in C shall leave a Python stack
         return found
+
+    @property
+    def _mode(self) -> str:
+        """What of torch ranks replace, as ``script.py`` reads it: names, the engine, or both."""
+        if self.keep_backend:
+            return "names" if self.drop_in else ""
+        return "1" if self.drop_in else "engine" if self.backend != "auto" else ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ started directly; functions of it can be pickled, and processes it spawns find i
 - the rank ends when its launcher is gone, however that ended;
 - how the script failed (when, with what, where) is written down for the launcher, which tells the
   first failure from its consequences. Only the first one's traceback is printed by the rank itself;
-- ``PACELINE_DROP_IN`` calls :func:`paceline.install` first.
+- ``PACELINE_DROP_IN`` calls :func:`paceline.install` first: ``1`` for all of it, ``names`` for
+  torch's classes and functions alone, ``engine`` for ``init_process_group`` alone.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ def _prepare() -> None:
         sys.excepthook = _print_if_first
         # A process that the script forks is no rank, and its end is not the rank's.
         os.register_at_fork(after_in_child=lambda: os.environ.pop("PACELINE_NOTES", None))
-    if os.environ.get("PACELINE_DROP_IN") == "1":
+    if mode := os.environ.get("PACELINE_DROP_IN", ""):
         import paceline
 
-        paceline.install()
+        paceline.install(names=mode != "engine", engine=mode != "names")
 
 
 def _as_script(target: str) -> CodeType:

@@ -1,0 +1,50 @@
+"""What ``import torch`` runs where paceline is installed, by torch's entry points for backends.
+
+It makes the backend ``paceline`` known to ``torch.distributed``, so that a script need not import
+paceline to ask for it. It lies beside the package and not in it: every process that imports torch
+runs it, and to import anything from the package is to import all of it. That happens here only
+where ``PACELINE_DROP_IN`` is set: in processes that a rank of ``paceline run --drop-in`` starts, as
+``torch.multiprocessing.spawn`` does, or under another launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+
+def load() -> None:
+    """Register the backend; whatever goes wrong, ``import torch`` goes on."""
+    if "paceline" in sys.modules:  # which is importing torch, and registers the backend itself
+        return
+    try:
+        _register()
+        if mode := os.environ.get("PACELINE_DROP_IN", ""):
+            import paceline
+
+            paceline.install(names=mode != "engine", engine=mode != "names")
+    except Exception as error:
+        kind = type(error).__name__
+        warnings.warn(
+            f"paceline could not prepare torch in process {os.getpid()} ({kind}: {error}); this "
+            "process goes on without it, and if others of the run did not, they may wait for it. "
+            "Without the variable PACELINE_DROP_IN it is not tried.",
+            stacklevel=2,
+        )
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and not hasattr(dist.Backend, "PACELINE"):
+        dist.Backend.register_backend("paceline", _open, devices=["cpu", "cuda"])
+
+
+def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """What ``init_process_group("paceline")`` calls; only now is paceline imported."""
+    from paceline.groups.factory import open_for_torch
+
+    return open_for_torch(store, rank, size, timeout)

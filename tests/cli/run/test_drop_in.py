@@ -1,0 +1,130 @@
+"""What ``paceline run`` makes of a script that was written for torch alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.launches import paceline
+
+OPENS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+for asked in sys.argv[1:]:  # one after the other, through one store
+    dist.init_process_group(*([asked] if asked != "none" else []))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    engine = getattr(dist.group.WORLD, "backend", "torch's")
+    home = DDP.__module__.split(".")[0]
+    sys.stdout.write(f"{home} {dist.get_backend()} {engine} {int(total)}\\n")
+    dist.destroy_process_group()
+"""
+
+SPAWNS = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Wrapped(DDP):
+    pass
+
+def train(rank, size, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    home = Wrapped.__mro__[1].__module__.split(".")[0]
+    sys.stdout.write(f"{home} {dist.group.WORLD.backend}\\n")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import socket
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(train, (2, port), nprocs=2)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+ALL = ["gloo", "none", "paceline"]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "got", "said"),
+    [
+        (["--drop-in"], ALL, ["paceline paceline shm 2"] * 3, "shm (--keep-backend leaves it to"),
+        (["--backend", "shm"], ALL, ["torch paceline shm 2"] * 3, "engine shm (--backend shm)"),
+        ([], ALL[::2], ["torch gloo torch's 2", "torch paceline shm 2"], ""),
+        pytest.param(
+            ["--drop-in", "--keep-backend"],
+            ALL[::2],
+            ["paceline gloo torch's 2", "paceline paceline shm 2"],
+            "",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--drop-in", "--backend", "gloo"],
+            ALL,
+            ["paceline paceline gloo 2"] * 3,
+            "engine gloo (--backend gloo)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["drop in", "engine alone", "untouched", "kept", "asked for"],
+)
+def test_what_a_script_for_torch_gets_from_init_process_group(
+    script, capsys, options, asked, got, said
+) -> None:
+    ended = paceline(capsys, "run", "--nproc", 2, *options, script(OPENS), *asked)
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        mark = f"[{rank}] "
+        assert [line[4:] for line in ended.out.splitlines() if line.startswith(mark)] == got
+    lines = [line for line in ended.err.splitlines() if "init_process_group" in line]
+    assert len(lines) == 2 * bool(said), ended.err
+    assert all(said in line and line.startswith("[0] ") for line in lines)
+
+
+def test_ranks_that_a_script_spawns_on_a_port_of_its_own_get_all_of_it(script, capsys) -> None:
+    ended = paceline(capsys, "run", "--nproc", 1, "--drop-in", script(SPAWNS))
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["[0] paceline shm"] * 2
+    assert 'init_process_group("gloo") opened paceline\'s engine shm' in ended.err
+
+
+def test_importing_torch_names_the_backend_and_imports_nothing_of_paceline() -> None:
+    code = (
+        "import sys, torch; print(torch.distributed.Backend.PACELINE, 'paceline' in sys.modules, "
+        "'msgspec' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (out.stdout, out.stderr) == ("paceline False False\n", "")
+
+
+def test_importing_torch_goes_on_when_paceline_cannot_be_imported(tmp_path) -> None:
+    (tmp_path / "paceline.py").write_text("raise OSError('the disk is gone')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch; print(torch.ones(1))"
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PACELINE_DROP_IN": "1"},
+    )
+    assert out.stdout == "tensor([1.])\n", out.stderr
+    assert "could not prepare torch" in out.stderr
+    assert "OSError: the disk is gone" in out.stderr
