@@ -25,7 +25,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned versions slow sanitize check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned gpu versions slow sanitize check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ test: $(READY) ## run the tests
 
 test-pinned: $(READY) ## run the tests with ranks on unequal cores: odd ranks on one each, even ones on all
 	$(BIN)/python -m pytest --pinned -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+gpu: $(READY) ## run the tests on this machine's GPUs, 2 and 4 ranks, over NCCL if it takes them
+	$(BIN)/python -m tests.gpu
 
 versions: ## run the tests with each torch of VERSIONS, in environments .venv-2.13.0 and so on
 	@for version in $(VERSIONS); do \

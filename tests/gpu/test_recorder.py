@@ -1,0 +1,98 @@
+"""What is recorded of ranks on a device, and the verdict on one that stays away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel as DDP
+from paceline import recorder
+from paceline.recorder import events
+from paceline.recorder.watch import watch
+from tests.ddp.toys import fill
+from tests.recorder.patience import be_patient
+
+from .scene import Scene, on_ranks
+
+
+@on_ranks
+def test_steps_buckets_and_collectives_of_every_rank_are_recorded(scene: Scene) -> None:
+    folder = Path(scene.gathered(tempfile.mkdtemp(prefix="paceline-record-"))[0])
+    events.forget()
+    ddp = DDP(scene.place(fill(nn.Linear(64, 64))), process_group=scene.group)
+    for _ in range(4):
+        ddp(torch.ones(2, 64, device=scene.device)).sum().backward()
+    scene.wait()
+    recorder.save(folder)
+    scene.group.barrier()
+    logs = {log.rank: log for log in recorder.read_run(folder)}
+    assert sorted(logs) == list(range(scene.size))
+    for log in logs.values():
+        assert [step.number for step in log.steps] == [1, 2, 3, 4]
+        assert {bucket.step for bucket in log.buckets} == {1, 2, 3, 4}
+        calls = [call for call in log.collectives if call.operation == "all_reduce"]
+        assert len(calls) >= 4
+        assert all(call.finished >= call.began for call in calls)
+    scene.group.barrier()
+    if scene.rank == 0:
+        page = recorder.write_report(folder, folder / "report.html")
+        assert page.stat().st_size > 10_000
+
+
+class Ear(io.TextIOBase):
+    """Stands in for stderr: keeps what the recorder says."""
+
+    def __init__(self) -> None:
+        self.said = ""
+        self.heard = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.said += text
+        if "Rank 1 is missing" in self.said:
+            self.heard.set()
+        return len(text)
+
+
+PATIENCE = 20.0  # seconds
+
+
+@on_ranks
+def test_a_rank_that_stays_away_is_named_by_those_that_wait(scene: Scene) -> None:
+    be_patient(PATIENCE)
+    key = f"heard/{scene.gathered(time.time())[0]}"
+    ear, ones = Ear(), torch.ones(4, device=scene.device)
+    with scene.new_group() as group, contextlib.redirect_stderr(ear):
+        group.all_reduce(ones)
+        scene.wait()
+        watch.look()
+        recorder.configure(warn_after=0.5)
+        try:
+            store = scene.meeting.store(timedelta(seconds=2 * PATIENCE))
+            if scene.rank == 0:  # says when it has heard, though its own thread waits
+                threading.Thread(target=_tell, args=(ear, store, key), daemon=True).start()
+            if scene.rank == 1:
+                store.wait([key])  # the place where it is
+            group.all_reduce(ones)
+            scene.wait()
+        finally:
+            recorder.configure()
+    if scene.rank == 0:
+        if scene.machine.backend == "nccl" and not ear.heard.is_set():
+            pytest.skip("no verdict on what hangs inside NCCL")
+        assert ear.heard.is_set(), ear.said
+        assert "test_recorder.py" in ear.said
+
+
+def _tell(ear: Ear, store: Any, key: str) -> None:
+    ear.heard.wait(PATIENCE)
+    store.set(key, "yes" if ear.heard.is_set() else "no")
