@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data import Shard, keyed_random
+from paceline.groups import Group
+from paceline.testing import run_ranks
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -122,6 +128,45 @@ def _backward(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
     y.sum().backward()
     assert x.grad is not None
     return (x.grad,)
+
+
+def test_ranks_that_are_threads_have_the_numbers_of_their_own_shards() -> None:
+    shards = [[Shard(0, step, rank, 4) for step in range(20)] for rank in range(4)]
+    expected = [[keyed(shard) for shard in own] for own in shards]
+    before = states()
+
+    def one_rank(group: Group) -> list[tuple[Any, ...]]:
+        found = []
+        for shard in shards[group.rank()]:
+            with keyed_random(shard):
+                torch.ones(64, 64) @ torch.ones(64, 64)  # others may come in between
+                time.sleep(0)
+                found.append(draw())
+        return found
+
+    assert run_ranks(4, one_rank) == expected
+    assert states() == before
+
+
+def test_a_child_that_is_forked_while_a_thread_is_inside_does_not_wait_for_it() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        with keyed_random(SHARD):
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    assert entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child, should it wait
+        keyed(SHARD)
+        os._exit(0)
+    left.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -- outside ------------------------------------------------------------------------------------

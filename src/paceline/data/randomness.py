@@ -9,10 +9,12 @@ for itself (``torch.Generator()``, ``numpy.random.default_rng()``) are its own a
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,25 @@ import torch
 from .shards import Shard
 
 __all__ = ["keyed_random"]
+
+
+class _ThreadTurns:
+    """One thread at a time, and as often as it likes."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    def taken(self) -> AbstractContextManager[object]:
+        """The lock to hold. In a forked child a new one: who held the old one is not there."""
+        if self._process != os.getpid():
+            self._begin()
+        return self._lock
+
+
+_turns = _ThreadTurns()
 
 
 @contextmanager
@@ -32,10 +53,14 @@ def keyed_random(
     imported, ``numpy.random``. Whatever happens inside, an exception included, they are left as
     they were found. Another ``purpose`` gives other numbers for the same shard.
 
-    These generators belong to the process. Ranks that are threads of one process share them, so
-    threads that draw inside at the same time get each other's numbers.
+    These generators belong to the process. Where ranks are threads of one, their blocks take turns;
+    so none may wait inside for what another thread does in a block of its own.
     """
-    key = shard.key(purpose)
+    with _turns.taken():
+        yield from _keyed(shard.key(purpose), devices)
+
+
+def _keyed(key: bytes, devices: Iterable[torch.device | str | int]) -> Iterator[None]:
     generators = [torch.default_generator, *_generators_of(devices)]
     states = [generator.get_state() for generator in generators]
     python = random.getstate()
