@@ -86,10 +86,19 @@ def fact_lines(facts: MachineFacts) -> Iterator[str]:
     if not facts.interfaces:
         yield _row("network", "none that is up")
     yield _row("GPU", "; ".join(facts.gpus) or "none that torch sees")
-    yield _row("NCCL", facts.nccl or "none")
+    yield _row("NCCL", nccl_text(facts))
+    if facts.gpus:
+        yield _row("sharing", f"several ranks on one GPU: {facts.sharing}")
     for name, values in facts.launchers.items():
         yield _row("launched by", f"{name}: {_settings(values)}")
     yield _row("set", _settings(facts.settings) or "none of the variables that matter")
+
+
+def nccl_text(facts: MachineFacts) -> str:
+    """The version that ranks load; where another was preloaded, also the one of torch."""
+    loaded = facts.sharing.nccl or facts.nccl
+    built = f" (torch was built with {facts.nccl})" if facts.nccl not in ("", loaded) else ""
+    return f"{loaded}{built}" if loaded else "none"
 
 
 def pick_lines(picks: Mapping[str, str]) -> Iterator[str]:

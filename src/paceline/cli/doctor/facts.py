@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import paceline
 
 from ...groups import Availability, capabilities
+from ..sharing import SharingFacts, look
 from . import machine
 
 # Variables that change what a run does, and those by which a launcher is known.
@@ -26,6 +27,9 @@ SETTINGS = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "LD_PRELOAD",
 )
 OWN = (
     "PACELINE_BACKEND",
@@ -70,6 +74,9 @@ class MachineFacts:
     nccl: str  # its version; empty: this build of torch has none
     launchers: Mapping[str, Mapping[str, str]]  # by name, with their variables
     settings: Mapping[str, str]
+    sharing: SharingFacts = field(
+        default_factory=SharingFacts
+    )  # whether several ranks may use one GPU
 
 
 def gather() -> MachineFacts:
@@ -93,6 +100,7 @@ def gather() -> MachineFacts:
         nccl=nccl_version(),
         launchers=launchers_in(os.environ),
         settings=settings_in(os.environ),
+        sharing=look(os.environ),
     )
 
 

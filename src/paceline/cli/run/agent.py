@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,8 +42,15 @@ _INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIG
 class Pipes(LogsSpecs):
     """Named pipes for the ranks' output, and a folder for their notes; one set for each attempt."""
 
-    def __init__(self, folder: Path, reader: OutputReader, patience: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        reader: OutputReader,
+        patience: float,
+        seats: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         super().__init__(str(folder))
+        self.seats = seats
         self.reader = reader
         self.patience = patience
         self.attempt = Attempt(folder)
@@ -66,6 +73,7 @@ class Pipes(LogsSpecs):
             env["PACELINE_LAUNCHER"] = str(os.getpid())
             env["PACELINE_MASTER"] = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
             env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{local}.json")
+            env.update(self.seats[local] if self.seats else {})
         return LogsDest(
             stdouts={local: self._pipe(folder, rank, 1) for local, rank in ranks.items()},
             stderrs={local: self._pipe(folder, rank, 2) for local, rank in ranks.items()},

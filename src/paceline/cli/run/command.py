@@ -26,6 +26,9 @@ _HERE = "Ranks on this machine"
 _NPROC = _option(
     _HERE, "N|auto", "How many; auto (the default): one for each GPU, or else for each core."
 )
+_RANKS_PER_GPU = _option(
+    _HERE, "N", "So many ranks share each GPU; each sees its own GPU only, as number 0."
+)
 _THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
 _SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
 _MAX_RESTARTS = _option(_HERE, "N", "Start all ranks again after a failure, so often.")
@@ -78,6 +81,7 @@ def run(
     script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
     nproc: Annotated[str | None, _NPROC] = None,
+    ranks_per_gpu: Annotated[int, _RANKS_PER_GPU] = 1,
     threads: Annotated[int | None, _THREADS] = None,
     show: Annotated[str, _SHOW] = "",
     max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
@@ -111,7 +115,16 @@ def run(
     from .plan import Asked
     from .start import start
 
-    asked = Asked(nproc, nnodes, node_rank, master_addr, master_port, rdzv_endpoint, rdzv_id)
+    asked = Asked(
+        nproc,
+        nnodes,
+        node_rank,
+        master_addr,
+        master_port,
+        rdzv_endpoint,
+        rdzv_id,
+        ranks_per_gpu,
+    )
     chosen = Script(
         script, tuple(arguments or ()), module, backend, drop_in, keep_backend, record, threads
     )

@@ -112,7 +112,7 @@ def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int
     notes = tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True)
     try:
         with notes as folder:
-            pipes = Pipes(Path(folder), OutputReader(show), conduct.patience)
+            pipes = Pipes(Path(folder), OutputReader(show), conduct.patience, plan.seats)
             agent = Agent(_spec(plan, script, conduct, meeting), pipes, conduct.grace)
             try:
                 _run(agent)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...errors import LaunchCountError, LaunchError
 from ..machine import Machine
@@ -34,6 +34,7 @@ class Asked:
     master_port: int | None = None
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Launch:
     port: int = 0  # any that is free
     run_id: str = ""
     why: str = ""  # how nproc came about, where it was not given
+    seats: tuple[Mapping[str, str], ...] = ()  # variables of each local rank, if they differ
 
     @property
     def elastic(self) -> bool:
@@ -67,10 +69,11 @@ class Become:
     nodes: int
     address: str
     port: int
+    seat: Mapping[str, str] = field(default_factory=dict)  # on a GPU that it shares
 
     def environment(self) -> dict[str, str]:
         """The variables that torchrun would have set."""
-        return {
+        found = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -80,10 +83,12 @@ class Become:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+        return found | dict(self.seat)
 
 
 def make_plan(asked: Asked, environ: Mapping[str, str], machine: Machine) -> Launch | Become:
     """Decide what to start, from the options, the environment and the machine."""
+    _check_ranks_per_gpu(asked, machine)
     _refuse_nested(environ)
     task = find_task(environ)
     if task is None:
@@ -93,6 +98,16 @@ def make_plan(asked: Asked, environ: Mapping[str, str], machine: Machine) -> Lau
     if task.one_per_node and (asked.nproc is not None or task.launcher == "srun"):
         return _one_machine_of(task, asked, machine)
     return _one_rank_of(task, asked)
+
+
+def _check_ranks_per_gpu(asked: Asked, machine: Machine) -> None:
+    if asked.ranks_per_gpu < 1:
+        raise LaunchError(f"--ranks-per-gpu is {asked.ranks_per_gpu}", "Give 1 or more.")
+    if asked.ranks_per_gpu > 1 and not machine.gpus:
+        raise LaunchError(
+            f"--ranks-per-gpu is {asked.ranks_per_gpu}, and torch sees no GPU",
+            "Leave it out to run on the CPU; paceline doctor says what is missing for GPUs.",
+        )
 
 
 def _refuse_nested(environ: Mapping[str, str]) -> None:
@@ -123,7 +138,7 @@ def _refuse_half_a_job(asked: Asked, environ: Mapping[str, str]) -> None:
 
 
 def _by_hand(asked: Asked, machine: Machine) -> Launch:
-    nproc, why = choose_nproc(asked.nproc, machine)
+    nproc, why = choose_nproc(asked.nproc, machine, asked.ranks_per_gpu)
     least, most = parse_nodes(asked.nnodes or "1")
     address, port = _meeting_point(asked)
     if most == 1:
@@ -141,16 +156,17 @@ def _by_hand(asked: Asked, machine: Machine) -> Launch:
     return Launch(nproc, least, most, asked.node_rank, address, port, run_id, why)
 
 
-def choose_nproc(asked: str | None, machine: Machine) -> tuple[int, str]:
+def choose_nproc(asked: str | None, machine: Machine, per_gpu: int = 1) -> tuple[int, str]:
     """The number of ranks on this machine, and why it is that one if nobody gave it."""
+    each = f"{'one' if per_gpu == 1 else per_gpu} for each GPU"
     if asked is None or asked == "auto":
         if machine.gpus:
-            return machine.gpus, "one for each GPU"
+            return machine.gpus * per_gpu, each
         return machine.cores, "one for each core (torch sees no GPU)"
     if asked == "cpu":
         return machine.cores, "one for each core"
     if asked == "gpu":
-        return _gpus_of(machine), "one for each GPU"
+        return _gpus_of(machine) * per_gpu, each
     if not asked.isdecimal() or int(asked) < 1:
         raise LaunchError(
             f"--nproc is {asked}, and has to be a number of ranks from 1 on, or auto",
@@ -226,7 +242,7 @@ def _check_nodes(asked: Asked, task: ScheduledTask) -> None:
 
 
 def _one_machine_of(task: ScheduledTask, asked: Asked, machine: Machine) -> Launch:
-    nproc, why = choose_nproc(asked.nproc, machine)
+    nproc, why = choose_nproc(asked.nproc, machine, asked.ranks_per_gpu)
     if task.nodes == 1:
         return Launch(nproc, 1, 1, 0, "127.0.0.1", asked.master_port or 0, "", why)
     address, port = _address(task, asked), asked.master_port or port_of(task.job)

@@ -6,13 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import LaunchError
-from .. import say
-from ..machine import ThisMachine
+from .. import say, sharing
+from ..machine import Machine, ThisMachine
 from .launch import Conduct, Script, become, launch
-from .plan import Asked, Become, make_plan
+from .plan import Asked, Become, Launch, make_plan
 from .record import check_record
 
 ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
@@ -27,15 +28,43 @@ def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | 
     check_record(script.record)
     shown = parse_ranks(show)
     if ray is not None:
+        _refuse_sharing_on_ray(asked)
         from .on_ray import launch_on_ray
 
         return launch_on_ray(ray, asked, script, conduct, shown)
-    plan = make_plan(asked, os.environ, ThisMachine())
+    machine = ThisMachine()
+    plan = make_plan(asked, os.environ, machine)
+    if asked.ranks_per_gpu > 1:
+        plan = share_gpus(plan, asked.ranks_per_gpu, script.backend, machine)
     if isinstance(plan, Become):
         become(plan, script)
     if plan.why and plan.node_rank in (None, 0):
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
     return launch(plan, script, conduct, shown)
+
+
+def share_gpus(
+    plan: Launch | Become, per_gpu: int, backend: str, machine: Machine
+) -> Launch | Become:
+    """Give every rank its seat on a GPU; refuse where ranks cannot share one."""
+    known = sharing.check(sharing.look(os.environ), per_gpu, backend)
+    gpus = sharing.visible_gpus(os.environ, machine.gpus)
+    ranks = plan.local_world_size if isinstance(plan, Become) else plan.nproc
+    taken = sharing.seat(ranks, per_gpu, gpus)
+    seats = tuple(sharing.rank_environment(gpu, per_gpu, os.environ) for gpu in taken)
+    if isinstance(plan, Become):
+        return replace(plan, seat=seats[plan.local_rank])
+    if plan.node_rank in (None, 0):
+        say.note(known)
+    return replace(plan, seats=seats)
+
+
+def _refuse_sharing_on_ray(asked: Asked) -> None:
+    if asked.ranks_per_gpu != 1:
+        raise LaunchError(
+            f"--ranks-per-gpu is {asked.ranks_per_gpu}, and Ray gives out the GPUs of --ray",
+            "Leave it out, or start the ranks without --ray.",
+        )
 
 
 def check_target(script: Script) -> None:

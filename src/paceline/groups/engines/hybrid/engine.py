@@ -326,7 +326,7 @@ class HybridEngine:
 def _refuse_devices(between: str, device: torch.device, rank: int) -> None:
     if between not in ("gloo", "nccl"):
         raise EngineUnavailableError("hybrid", f"between is {between!r}, not gloo or nccl", rank)
-    if between == "nccl" and device.type == "cuda":
+    if device.type == "cuda":  # by decision: see "Several hosts" in docs/howto/gpu.md
         remedy = "Use backend='nccl', which knows the hosts by itself."
         raise UnsupportedError("hybrid", "GPUs", remedy, rank)
     if between == "nccl":
