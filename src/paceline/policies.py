@@ -99,3 +99,4 @@ class Reduction:
     reads_late: bool | None = None  # headers a pass later; None: where reading stops a device
     even_alone: bool = False  # go through the motions in a group of one as well
     lazy: bool = False  # buckets have memory only while a pass needs it
+    shards: int | None = None  # of a step, summed in a way that does not depend on who has them

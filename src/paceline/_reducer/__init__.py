@@ -1,5 +1,6 @@
 """Gradients in, averages out. ``reducer.py`` begins with how a backward pass goes."""
 
+from .account import Agreed, Done, settle
 from .bucket import Bucket
 from .grad_bucket import GradBucket
 from .handed import Handed
@@ -8,6 +9,7 @@ from .observers import Observers
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
+from .step_sums import StepSums, Summed
 from .steps import look_before_steps, steps
 from .stretches import ScatteredGradients, Stretch
 from .summary import ReducerSummary
@@ -15,8 +17,10 @@ from .tensors import local
 from .weights import Ledger
 
 __all__ = [
+    "Agreed",
     "Assignment",
     "Bucket",
+    "Done",
     "GradBucket",
     "Handed",
     "Ledger",
@@ -26,10 +30,13 @@ __all__ = [
     "ReducerSummary",
     "ScatteredGradients",
     "Spec",
+    "StepSums",
     "Stretch",
+    "Summed",
     "assign",
     "listen",
     "local",
     "look_before_steps",
+    "settle",
     "steps",
 ]

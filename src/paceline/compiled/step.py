@@ -52,6 +52,12 @@ def train_step(
             "train_step: expected a paceline.DistributedDataParallel, got an object of type "
             f"{type(ddp).__name__}."
         )
+    if ddp.shards is not None:
+        raise ModuleArgumentError(
+            f"train_step: the model is wrapped with shards={ddp.shards}, and a compiled step has "
+            "none. Every rank refuses it.",
+            "Write the step out; torch.compile the module before it is wrapped, if you like.",
+        )
     return Step(ddp, optimizer, loss_fn, Settings(**options))
 
 

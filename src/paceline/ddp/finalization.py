@@ -11,6 +11,7 @@ class ManualFinalization:
 
     replica: Replica
     mixed_precision: object
+    shards: int | None
     _delay_all_reduce_all_params: bool
     _require_manual_backward_finalization: bool
 
@@ -62,6 +63,11 @@ class ManualFinalization:
         self.replica.reducer.finalization.finalize()
 
     def _check_manual_backward_finalization_supported(self) -> None:
+        if self.shards is not None:
+            raise ModuleStateError(
+                "Manual backward finalization is not supported with shards=.",
+                "A step of shards ends by itself. Every rank refuses it.",
+            )
         if self._delay_all_reduce_all_params:
             raise ModuleStateError(
                 "Manual backward finalization is not supported when all DDP parameters use "

@@ -40,6 +40,7 @@ def arguments(policy: Reduction, *, syncs_buffers: bool) -> dict[str, str]:
         "mixed_precision": f"reduced as {policy.dtype}" if policy.dtype else "None",
         "forward_sync_buffers": str(syncs_buffers),
         "lazy_bucket_allocation": str(policy.lazy),
+        "shards": str(policy.shards),
     }
 
 

@@ -135,6 +135,7 @@ class Replica:
             sparse=sparse,
             wanted=self.averaging.now,
             heeds=self.in_join,  # ranks that have run out act on what is said at once
+            hooks=policy.shards is None,  # whose sums are made elsewhere: shard_replica.py
         )
         reducer.observers.on_end(self._after_pass)
         reducer.observers.on_end(self.times.note)

@@ -144,6 +144,7 @@ def choose_policy(
     strict: bool = False,
     even_alone: bool = False,
     lazy: bool = False,
+    shards: int | None = None,
 ) -> Reduction:
     """How gradients are averaged; views into buckets unless that is refused."""
     return Reduction(
@@ -156,6 +157,7 @@ def choose_policy(
         dtype=dtype,
         even_alone=even_alone,
         lazy=lazy,
+        shards=shards,
     )
 
 
@@ -176,3 +178,22 @@ def warn_of_check_reduction() -> None:
         FutureWarning,
         stacklevel=3,
     )
+
+
+def check_shards(shards: object, mixed_precision: object, delayed: Sequence[object]) -> int | None:
+    """How many shards a step has; None: it has none."""
+    if shards is None:
+        return None
+    if type(shards) is not int or shards < 1:
+        raise ModuleArgumentError(
+            f"shards: expected a whole number of shards, at least 1, got {shards!r}. Every rank "
+            "refuses it.",
+            "It is how many parts a step's batch has on all ranks together.",
+        )
+    if mixed_precision is not None or delayed:
+        what = "delay_all_reduce_named_params" if delayed else "mixed_precision"
+        raise ModuleArgumentError(
+            f"shards={shards} with {what}. Every rank refuses it.",
+            "Leave it out; torch.autocast works inside a shard.",
+        )
+    return shards

@@ -15,8 +15,8 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from .._torch.autograd import is_profiling
 from .._torch.c10d import default_group, has_left
 from .._torch.ddp import active, move_inputs, set_active
 from .._torch.dynamo import untraced
+from ..data import Shard
 from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..groups import Group
 from ..hooks import allreduce_hook, fp16_compress_hook
 from ..join import Join, Joinable
-from ..policies import BucketCaps
-from . import torch_args
+from ..policies import BucketCaps, Reduction
+from . import same_bits, torch_args
 from .delayed import Delayed
 from .finalization import ManualFinalization
 from .in_backward import adopt_optimizers, check_fused, step_with_buckets
@@ -49,10 +51,12 @@ from .joining import (
 from .mixed_precision import Caster, _MixedPrecision, strip
 from .moving import Move
 from .replica import Replica, SampleCount
+from .shard_replica import ShardReplica
 from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 _forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
@@ -88,6 +92,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        shards: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -116,6 +121,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.shards = torch_args.check_shards(shards, mixed_precision, delayed)
         self._require_manual_backward_finalization = False
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
@@ -161,14 +167,14 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
             strict=is_strict(),
             even_alone=foreign or os.environ.get("PACELINE_SKIP_ALONE") == "0",
             lazy=self.lazy_bucket_allocation,
+            shards=self.shards,
         )
         strip(self.module)
         self._caster = None
         if self.mixed_precision is not None:
             precision = _MixedPrecision.of(self.mixed_precision)
             self._caster = Caster(self.module, precision, self.parameters_to_ignore)
-        self.replica = Replica(
-            self.module,
+        self.replica = self._make_replica(
             group,
             policy,
             ignored=self.parameters_to_ignore,
@@ -181,6 +187,10 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         )
         self._reducer = TorchReducer(self.replica)
         self.replica.reducer.finalization.require(self._require_manual_backward_finalization)
+
+    def _make_replica(self, group: Group, policy: Reduction, **options: Any) -> Replica:
+        kind = Replica if policy.shards is None else ShardReplica
+        return kind(self.module, group, policy, **options)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -238,6 +248,8 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
 
     def _lazy_init(self) -> None:
         """Take over optimizers that were set to run in backward."""
+        if self.shards is not None:
+            self._sharded().refuse_in_backward(self._module_parameters)
         adopt_optimizers(self._module_parameters, self.replica.reducer)
         self._lazy_init_ran = True
 
@@ -311,8 +323,61 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         """
         return self.replica.samples(count)
 
+    def shard(self, shard: Shard) -> contextlib.AbstractContextManager[None]:
+        """Compute one of the ``shards=`` of a step, here and on no other rank::
+
+            for step in loader:  # this rank's shards of a step, and what belongs to them
+                for shard, (x, y) in ddp.shards_of(step):
+                    with ddp.shard(shard):
+                        loss(ddp(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Inside, random numbers are those of the shard, buffers are as they were when the step began,
+        and operations without a deterministic form are refused. What ``backward`` leaves in
+        ``.grad`` is taken when it ends. A shard counts as ``shard.samples`` samples, unless
+        :meth:`samples` is called inside.
+        """
+        return self._sharded().shard(shard)
+
+    def shards_of(self, step: Iterable[Item]) -> Iterator[Item]:
+        """This rank's shards of a step, whatever ``step`` has for them; then the step ends.
+
+        It ends with the means over the shards of all ranks in ``.grad``, the same bits however
+        shards were shared out. Every rank loops over its part, one that has none as well.
+        """
+        return self._sharded().each(step)
+
+    def conditions(self) -> dict[str, str]:
+        """What the bits of a run with ``shards=`` depend on besides its code, data and seed.
+
+        Save it with a checkpoint; :meth:`require_conditions` compares it when the run goes on.
+        """
+        return same_bits.conditions(self._sharded().shards, self.replica.group.device)
+
+    def require_conditions(self, saved: Mapping[str, str]) -> None:
+        """Raise if something is different from when ``saved`` was what :meth:`conditions` gave."""
+        found = same_bits.differences(saved, self.conditions())
+        if found:
+            raise ModuleStateError(
+                f"rank {self.replica.group.rank()}: the run goes on under other conditions: "
+                f"{'; '.join(found)}. Its bits would be others than without the break.",
+                "Go on under the same ones, or leave out require_conditions().",
+            )
+
+    def _sharded(self) -> ShardReplica:
+        if not isinstance(self.replica, ShardReplica):
+            raise ModuleStateError(
+                f"rank {self.replica.group.rank()}: the model is not wrapped with shards=.",
+                "Say how many shards a step has: DistributedDataParallel(model, shards=8).",
+            )
+        return self.replica
+
     def sync_grads(self) -> None:
-        """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""
+        """Average what ``.grad`` holds now, without a backward pass; every rank calls it.
+
+        With ``shards=`` it ends the step, as a loop over :meth:`shards_of` does.
+        """
         self.replica.sync_grads()
 
     def after_backward(self, callback: Callable[[], None]) -> RemovableHandle:
@@ -436,6 +501,8 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
         check_fused(optim, hooked=bool(self._comm_hooks))
+        if self.shards is not None:
+            self._sharded().refuse_in_backward(self._module_parameters, all_of_them=True)
         chosen = self._module_parameters if optim_params is None else list(optim_params)
         fused = {p: optim([p], *args, **kwargs) for p in chosen if p.requires_grad}
         step_with_buckets(fused, self.replica.reducer)
@@ -530,6 +597,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
         state.pop("broadcast_buffers", None)
         for name in ("lazy_bucket_allocation", "_require_manual_backward_finalization"):
             state.setdefault(name, False)  # pickled before there was such a thing
+        state.setdefault("shards", None)
         self.process_group = process_group
         nn.Module.__setstate__(self, state)
         self._module_parameters = [

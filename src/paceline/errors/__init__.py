@@ -63,6 +63,8 @@
     ├── CodecSettingError          a codec that cannot be                       (ValueError)
     ├── CodecMismatchError         ranks want different codecs                  (RuntimeError)
     ├── CodecStateError            a codec's state that does not fit            (RuntimeError)
+    ├── ShardAccountError          not each shard of a step was computed once   (RuntimeError)
+    ├── StepMismatchError          ranks differ in what a step depends on       (RuntimeError)
     ├── ScatterError              gradients that cannot be cut into stretches  (ValueError)
     ├── OptimizerArgumentError     a bad argument of an optimizer of ours       (ValueError)
     │   ├── OptimizerTypeError     …of a wrong type                             (TypeError)
@@ -119,6 +121,8 @@ from .ddp import (
     PeerError,
     ReplicatedTwiceError,
     ScatterError,
+    ShardAccountError,
+    StepMismatchError,
     ThawedParameterError,
     UnfinalizedError,
     UnfinishedReductionError,
@@ -251,10 +255,12 @@ __all__ = [
     "RunMissingError",
     "SamplerStateError",
     "ScatterError",
+    "ShardAccountError",
     "ShardArgumentError",
     "ShardMismatchError",
     "ShardNumberError",
     "ShareError",
+    "StepMismatchError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",

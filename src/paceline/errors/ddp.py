@@ -75,6 +75,47 @@ class WrapperMismatchError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class ShardAccountError(PacelineError, RuntimeError):
+    """The ranks have not computed each shard of a step exactly once."""
+
+    rank: int
+    shards: int
+    missing: Sequence[int]  # nobody computed them
+    twice: Mapping[int, Sequence[int]]  # by shard: the ranks that computed it
+
+    def __str__(self) -> str:
+        found = [f"shard {shard} by nobody" for shard in self.missing]
+        found += [f"shard {shard} by {ranks_named(r)}" for shard, r in self.twice.items()]
+        return (
+            f"rank {self.rank}: each of the {self.shards} shards of a step is computed once, by "
+            f"one rank; in this one: {some_of(found)}. There is no average, and every rank raises "
+            "this; the step's gradients were dropped. Share shards out by the same rule on every "
+            "rank: paceline.data.share_out, or ShardedLoader."
+        )
+
+
+@dataclass(eq=False)
+class StepMismatchError(PacelineError, RuntimeError):
+    """The ranks differ in something that a step's result depends on."""
+
+    rank: int
+    what: str
+    said: Mapping[int, str]  # by rank
+
+    def __str__(self) -> str:
+        found = [f"rank {rank} has {value}" for rank, value in self.said.items()]
+        remedy = {
+            "step": "Ranks do the same steps in the same order; resume all of them from one place.",
+            "threads": "Give every rank as many threads: torch.set_num_threads, OMP_NUM_THREADS.",
+        }.get(self.what, "Freeze and thaw the same parameters on every rank.")
+        return (
+            f"rank {self.rank}: {self.what} differ{'s' if self.what == 'step' else ''} between "
+            f"ranks: {some_of(found, '; ')}. Results would depend on who computed which shard. "
+            f"There is no average, and every rank raises this. {remedy}"
+        )
+
+
+@dataclass(eq=False)
 class PeerError(PacelineError, RuntimeError):
     """Another rank failed while this one worked with it, and said why."""
 

@@ -54,7 +54,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     parameters, gradients are reduce-scattered (half the bytes of an all-reduce), so ``.grad`` is
     None after a backward pass and every rank has the averages of its part only. ``cut``:
     ``"flat"`` cuts all elements into equal stretches, ``"whole"`` gives each parameter to one rank,
-    ``"auto"`` cuts where the optimizer steps each element by itself.
+    ``"auto"`` cuts where the optimizer steps each element by itself. If ``ddp`` has ``shards``,
+    gradients are whole and so is what each rank steps: the result is the same on any number of
+    ranks.
 
     ``optim`` is the inner optimizer on this rank's part; ``param_groups`` has all parameters. ::
 
@@ -91,6 +93,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         self._optim_defaults = defaults
         self._optim_constructor = choose_class(optimizer_class, overlaps=overlap_with_ddp)
         kind = self._optim_constructor
+        self._of_shards = getattr(ddp, "shards", None) is not None
+        if self._of_shards:
+            cut = _uncut(cut)
         self._how = choose_cut(cut, kind, self._all_params, defaults)
         self._rows: list[Row] = []
         self._pieces: list[LocalPiece] = []
@@ -109,13 +114,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
     def _begin(self, ddp: Any) -> None:
         indices = self._param_to_index
-        if ddp is not None:
+        if ddp is not None and not self._of_shards:
             self._require_cuttable()
             self._paired = _scattered(ddp, self._group)
             self._rows.extend(pair(self._paired, indices))
         paired = {index for row in self._rows for index in row.params}
         rest = {index: param for param, index in indices.items() if index not in paired}
-        laid = self.parameters_as_bucket_view
+        laid = self.parameters_as_bucket_view and not self._of_shards
         self._rows.extend(deal(rest, self._group, self._how, laid=laid))
         self._pieces = self._cut(range(len(self.param_groups)))
 
@@ -184,7 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         known = {id(param) for row in self._rows for param in row.params.values()}
         fresh = {indices[param]: param for param in added if id(param) not in known}
         loads = [sum(_owned(row, rank) for row in self._rows) for rank in range(self.world_size)]
-        laid = self.parameters_as_bucket_view
+        laid = self.parameters_as_bucket_view and not self._of_shards
         self._rows.extend(deal(fresh, self._group, self._how, laid=laid, loads=loads))
         pieces = self._cut([last])
         self._pieces.extend(pieces)
@@ -196,6 +201,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
             "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter "
             "group."
         )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether ranks step parts of parameters, so that kernels end where ranks meet."""
+        return self._how == "flat"
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -505,6 +515,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
 def _owned(row: Row, rank: int) -> int:
     return sum(part.length for part in row.owned[rank])
+
+
+def _uncut(cut: Cut) -> Cut:
+    """How parameters are dealt out where the number of ranks may not be seen in the result.
+
+    Kernels treat the last elements of a tensor in another way than the others, some with another
+    rounding: a parameter that is cut has such elements in other places on other numbers of ranks.
+    """
+    if cut == "flat":
+        raise OptimizerArgumentError(
+            'cut="flat", and ddp= has shards: results would depend on where parameters are cut.',
+            'Leave it at cut="auto": each parameter belongs to one rank then.',
+        )
+    return "whole"
 
 
 def _scattered(ddp: Any, group: Group) -> GradientStretches:

@@ -1,0 +1,143 @@
+"""The account of a step: what each rank has done of it, and what all need to know before they add.
+
+One small all-reduce, which takes the largest of each number. A number that must be the same on all
+ranks goes twice, as it is and negative: when it is, the two maxima cancel. In the same way the
+highest and the lowest rank that computed a shard come out, and the highest and the lowest level of
+a tensor's terms (``sums.py``). Only when something is wrong do ranks exchange words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from ..errors import PeerError, ShardAccountError, StepMismatchError
+from ..groups import Group, ReduceOp
+from .step_sums import NONFINITE, Sum
+
+_NOTHING = -(1 << 62)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one rank has to say about a step."""
+
+    shards: int  # of the step
+    weights: Mapping[int, int]  # of the shards that this rank has computed
+    same: Mapping[str, str]  # must be the same on all ranks that say anything; by what it is
+    trouble: str = ""  # why this rank cannot go on
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks have done together."""
+
+    weight: int  # of all shards
+    touched: frozenset[int]  # tensors that a shard had a term for
+    levels: dict[int, list[int]] = field(default_factory=dict)  # of their terms, highest first
+
+
+def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> Agreed:
+    """Exchange accounts; raises on all ranks unless each shard was computed once."""
+    said = _write(group, done, tensors, sums)
+    heard = _largest(group, said)
+    fixed = 1 + 2 * len(_SAME)
+    owners = heard[fixed : fixed + 3 * done.shards]
+    if heard[0] or not _agrees(heard[1:fixed]) or not _complete(owners):
+        _explain(group, done)
+    rows = _by(4, heard[fixed + 3 * done.shards :])
+    touched = frozenset(n for n, row in enumerate(rows) if row[0] > 0)
+    levels = {n: [row[1], -row[2]] for n, row in enumerate(rows) if row[1] != _NOTHING}
+    found = _all_levels(group, levels, sums)
+    for number, row in enumerate(rows):
+        if row[3] > 0:  # counted beside a level, be it one of zeros
+            found[number] = [*found.get(number, [0]), NONFINITE]
+    return Agreed(sum(weight for _, _, weight in _by(3, owners)), touched, found)
+
+
+_SAME = ("step", "threads", "trained parameters")
+
+
+def _write(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> list[int]:
+    said = [int(bool(done.trouble))]
+    for name in _SAME:
+        number = _digest(done.same[name]) if name in done.same else None
+        said += [_NOTHING, _NOTHING] if number is None else [number, -number]
+    rank, nobody = group.rank(), [_NOTHING, _NOTHING, 0]
+    for shard in range(done.shards):
+        mine = shard in done.weights
+        said += [rank, -rank, done.weights[shard]] if mine else nobody
+    for number in range(tensors):
+        said += _row(sums.get(number))
+    return said
+
+
+def _row(found: Sum | None) -> list[int]:
+    """Whether there is a term, the highest and lowest level, and whether all are finite."""
+    if found is None or not found.touched:
+        return [0, _NOTHING, _NOTHING, 0]
+    levels = [level for level in found.levels() if level != NONFINITE]
+    ends = [max(levels), -min(levels)] if levels else [_NOTHING, _NOTHING]
+    return [1, *ends, int(NONFINITE in found.others)]
+
+
+def _all_levels(
+    group: Group, ends: Mapping[int, Sequence[int]], sums: Mapping[int, Sum]
+) -> dict[int, list[int]]:
+    """From the highest and lowest level of each tensor; what lies between is asked for."""
+    between = [(n, level) for n, (top, low) in ends.items() for level in range(top - 1, low, -1)]
+    mine = [int(n in sums and level in sums[n].levels()) for n, level in between]
+    found = dict(zip(between, _largest(group, mine), strict=True)) if between else {}
+    return {
+        n: [lv for lv in range(top, low - 1, -1) if lv in (top, low) or found[n, lv]]
+        for n, (top, low) in ends.items()
+    }
+
+
+def _largest(group: Group, numbers: Sequence[int]) -> list[int]:
+    if group.size() == 1:
+        return list(numbers)
+    tensor = torch.tensor(numbers, dtype=torch.int64).to(group.device)
+    group.all_reduce(tensor, ReduceOp.MAX)
+    return [int(number) for number in tensor.tolist()]
+
+
+def _agrees(pairs: Sequence[int]) -> bool:
+    return all(high == _NOTHING or high == -low for high, low in _by(2, pairs))
+
+
+def _complete(owners: Sequence[int]) -> bool:
+    return all(high != _NOTHING and high == -low for high, low, _ in _by(3, owners))
+
+
+def _by(width: int, numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _explain(group: Group, done: Done) -> None:
+    """Tell what is wrong: every rank comes here, since all have heard the same."""
+    mine: Any = [sorted(done.weights), dict(done.same), done.trouble]
+    everyone: Any = group.all_gather_object(mine) if group.size() > 1 else [mine]
+    rank = group.rank()
+    troubles = {r: text for r, (_, _, text) in enumerate(everyone) if text}
+    if troubles:
+        raise PeerError(rank, troubles, "in this step")
+    for name in _SAME:
+        values = {r: same[name] for r, (_, same, _) in enumerate(everyone) if name in same}
+        if len(set(values.values())) > 1:
+            raise StepMismatchError(rank, name, values)
+    owners: dict[int, list[int]] = {shard: [] for shard in range(done.shards)}
+    for r, (shards, _, _) in enumerate(everyone):
+        for shard in shards:
+            owners[shard].append(r)
+    missing = [shard for shard, ranks in owners.items() if not ranks]
+    twice = {shard: ranks for shard, ranks in owners.items() if len(ranks) > 1}
+    raise ShardAccountError(rank, done.shards, missing, twice)

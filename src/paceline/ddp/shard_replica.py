@@ -1,0 +1,440 @@
+"""ShardReplica: a replica whose steps have the same bits on any number of ranks.
+
+A step is a fixed number of shards, each computed by some rank. Inside :meth:`ShardReplica.shard` a
+shard has its own random numbers, finds the buffers as they were when the step began, and leaves
+gradients that are added up on this rank, exactly (``_reducer/sums.py``). When a rank has computed
+its shards, of which there may be none, it calls :meth:`ShardReplica.finish`: the ranks compare
+accounts (``_reducer/account.py``), exchange sums, and each has the means in ``.grad``.
+
+Nothing of this goes through the reducer's passes: they average what ranks have, and here it does
+not matter who has what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from .._reducer import Done, StepSums, Summed, local, look_before_steps, settle, steps
+from .._torch.ddp import optimizers_in_backward
+from ..data import Shard, keyed_random
+from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..groups import Group
+from ..policies import Reduction
+from ..recorder import events
+from .averaging import AveragingSwitch
+from .replica import Replica
+from .same_bits import check_device, deterministic
+from .shard_buffers import ShardBuffers
+from .structure import tensors_in
+from .trained import sparse_parameters
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+
+SUMS = "the wrapper's sums over the shards of a step"
+_LIMIT = 1 << 53  # samples of a shard
+
+
+class Phase(Enum):
+    """Where a rank is in a step of shards."""
+
+    BETWEEN = auto()  # nothing of the next step is computed
+    OPEN = auto()  # some of its shards may be
+    INSIDE = auto()  # one is being computed
+
+
+class ShardReplica(Replica):
+    """A replica whose steps have as many shards as ``policy`` says."""
+
+    def __init__(self, module: nn.Module, group: Group, policy: Reduction, **options: Any) -> None:
+        assert policy.shards is not None
+        self.shards = policy.shards
+        super().__init__(module, group, policy, **options)
+        self._refuse_unfit()
+        self.averaging = _NoSwitch(group.rank())
+        self._params = dict(self.trained.all)
+        self._devices = {param.device for param in self._params.values()}
+        self._buffers = ShardBuffers(self.buffers, group.rank())
+        self._phase = Phase.BETWEEN
+        self._weights: dict[int, int] = {}  # of the shards computed, by index
+        self._weight: int | None = None  # of the shard that is computed now, if it was said
+        self._same: dict[str, str] = {}  # what must be the same on all ranks
+        self._base: dict[str, Tensor] = {}  # gradients from before the step
+        self._sums = self._make_sums()
+        look_before_steps(self._sums, _Look(self))
+        if self.shards < group.size():
+            log.warning(
+                "%d shards on %d ranks: some ranks will have nothing to compute",
+                self.shards,
+                group.size(),
+            )
+
+    # -- what it is made of ---------------------------------------------------------------------
+
+    def _make_sums(self) -> StepSums:
+        tensors = {**self._params, **self._buffers.tensors}
+        self._numbers = {name: number for number, name in enumerate(tensors)}
+        summed = [Summed(name, tensor.detach()) for name, tensor in tensors.items()]
+        return StepSums(summed, self.shards, self.group)
+
+    def _refuse_unfit(self) -> None:
+        sparse = sparse_parameters(self.module)
+        for name, param in self.trained.all.items():
+            if param in sparse or local(param) is not param or not param.is_floating_point():
+                self._refuse(f"the gradient of {name} is sparse, complex or a DTensor's")
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                self._refuse(
+                    f"{name} is a SyncBatchNorm layer, whose statistics are those of all ranks",
+                    "Use BatchNorm: its running statistics are combined over the shards.",
+                )
+        check_device(self.group.device)
+
+    def _refuse(self, what: str, remedy: str = "") -> None:
+        rank = self.group.rank()
+        raise ModuleArgumentError(
+            f"rank {rank}: shards={self.shards}: {what}, so that results would not be the same on "
+            "any number of ranks. Every rank refuses it.",
+            remedy or "Leave out shards=, or this.",
+        )
+
+    # -- one shard ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def shard(self, shard: Shard) -> Iterator[None]:
+        """Compute ``shard`` inside: what its backward passes leave is this rank's term of it."""
+        with self._telling():
+            self._enter(shard)
+            try:
+                with keyed_random(shard, self._devices), deterministic():
+                    yield
+            except BaseException:
+                self._phase = Phase.OPEN
+                raise
+            self._leave(shard)
+
+    def _enter(self, shard: Shard) -> None:
+        self._check(shard)
+        if self._phase is Phase.BETWEEN:
+            self._begin_step()
+        self._same["step"] = f"step {shard.step} of epoch {shard.epoch} with seed {shard.seed}"
+        self._phase, self._weight = Phase.INSIDE, None
+
+    def _check(self, shard: Shard) -> None:
+        rank = self.group.rank()
+        if not isinstance(shard, Shard):
+            raise ModuleTypeError(
+                f"rank {rank}: shard: expected a paceline.data.Shard, got an object of type "
+                f"{type(shard).__name__}. The other ranks are told so."
+            )
+        if shard.count != self.shards:
+            raise ModuleArgumentError(
+                f"rank {rank}: a shard of {shard.count}, for a model wrapped with "
+                f"shards={self.shards}. The other ranks are told so.",
+                "The number is fixed for a run; give the loader the same one.",
+            )
+        if self._phase is Phase.INSIDE or shard.index in self._weights:
+            within = "inside another one" if self._phase is Phase.INSIDE else "a second time"
+            raise ModuleStateError(
+                f"rank {rank}: shard {shard.index} is computed {within}. The other ranks are told "
+                "so, and the step's gradients are dropped.",
+                "Compute each shard once in a step, one after the other; sync_grads() ends a step.",
+            )
+        step = f"step {shard.step} of epoch {shard.epoch} with seed {shard.seed}"
+        if self._weights and self._same.get("step", step) != step:
+            raise ModuleStateError(
+                f"rank {rank}: a shard of {step} among those of {self._same['step']}. The other "
+                "ranks are told so, and the gradients are dropped.",
+                "End a step before the next one begins: loop over ddp.shards_of(step), or call "
+                "ddp.sync_grads().",
+            )
+
+    def _begin_step(self) -> None:
+        trained = {name: p for name, p in self._params.items() if p.requires_grad}
+        self._same = {
+            "threads": str(torch.get_num_threads()),
+            "trained parameters": ", ".join(trained),
+        }
+        self._base = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        for name, grad in self._base.items():
+            trained[name].grad = None
+            self._base[name] = grad.detach().clone()  # its memory may be that of the sums
+        self._buffers.begin_step()
+        self._weights = {}
+        wanted = [*trained, *self._buffers.tensors]
+        self._sums.begin(self._numbers[name] for name in wanted)
+        self._phase = Phase.OPEN
+
+    def _leave(self, shard: Shard) -> None:
+        weight = shard.samples if self._weight is None else self._weight
+        with torch.no_grad():
+            terms = self._take_gradients()
+            changes = self._buffers.take_changes()
+            terms.update((self._numbers[name], change) for name, change in changes.items())
+            if weight:  # otherwise it is as if it had not been
+                self._sums.add(terms, weight)
+        self._weights[shard.index] = weight
+        self._phase = Phase.OPEN
+
+    def _take_gradients(self) -> dict[int, Tensor]:
+        found = {}
+        for name, param in self._params.items():
+            grad, param.grad = param.grad, None
+            if grad is None:
+                continue
+            if self._numbers[name] not in self._sums.sums or grad.layout is not torch.strided:
+                raise ModuleStateError(
+                    f"rank {self.group.rank()}: {name} has a gradient that is sparse, or was "
+                    "frozen when the step began. The other ranks are told so.",
+                    "Thaw parameters before a step, and use dense gradients.",
+                )
+            found[self._numbers[name]] = grad
+        return found
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Should this rank fail in it, let the others' step end with what happened here."""
+        try:
+            yield
+        except Exception as error:
+            if self.told_of is not error:
+                self.told_of = error
+                self.tell_failure(f"{type(error).__name__} in a shard: {error}")
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+
+    def tell_failure(self, text: str) -> None:
+        """Let the other ranks' step end with this message; this rank's part of it is dropped."""
+        log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
+        with contextlib.suppress(Exception):  # the user wants the first error
+            settle(self.group, self._done(text), len(self._numbers), {})
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Drop what was computed of the step; buffers are as they were when it began."""
+        if self._phase is not Phase.BETWEEN:
+            for param in self._params.values():
+                param.grad = None
+            self._buffers.undo()
+        self._base, self._weights = {}, {}
+        self._phase = Phase.BETWEEN
+
+    # -- the end of a step ----------------------------------------------------------------------
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """``items``, this rank's part of a step; after the last one the step ends."""
+        if self._phase is not Phase.BETWEEN:
+            with self._telling():
+                raise ModuleStateError(
+                    f"rank {self.group.rank()}: a step begins before the last one has ended: a "
+                    "loop over its shards was left early. The other ranks are told so.",
+                    "Let the loop run to its end, or call ddp.sync_grads().",
+                )
+        source = iter(items)
+        while True:
+            with self._telling():
+                item = next(source, _END)
+            if item is _END:
+                break
+            yield item
+        self.finish()
+
+    def finish(self) -> None:
+        """End a step: leave the means over all shards of all ranks in ``.grad``; all call it."""
+        if self._phase is Phase.INSIDE:
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: a step was to end inside a shard.",
+                "Leave the shard first.",
+            )
+        if self._phase is Phase.BETWEEN:
+            self._begin_step()
+        try:
+            with torch.no_grad(), events.calls_for(self.group.board, SUMS):
+                self._average()
+        except BaseException:
+            self._give_up()
+            raise
+        self._phase, self._weights, self._base = Phase.BETWEEN, {}, {}
+        self.reducer.observers.tell_averages()
+
+    def _done(self, trouble: str = "") -> Done:
+        return Done(self.shards, dict(self._weights), dict(self._same), trouble)
+
+    def _average(self) -> None:
+        agreed = settle(self.group, self._done(), len(self._numbers), self._sums.sums)
+        self._sums.exchange(agreed.levels)
+        for name, number in self._numbers.items():
+            if number not in self._sums.sums:
+                continue
+            counts = number in agreed.touched and agreed.weight > 0
+            if name in self._params:
+                mean = self._sums.mean(number, agreed.weight) if counts else None
+                self._put_gradient(name, mean)
+            elif counts and self._sums.tensors[number].exact:
+                self._buffers.change(name, self._sums.mean_whole(number, agreed.weight))
+            elif counts:
+                self._buffers.change(name, self._sums.mean(number, agreed.weight))
+
+    def _put_gradient(self, name: str, mean: Tensor | None) -> None:
+        param, base = self._params[name], self._base.get(name)
+        if mean is not None and base is not None:
+            mean = base.add_(mean)
+        param.grad = base if mean is None else mean
+
+    def sync_grads(self) -> None:
+        """End the step, as a loop over ``ddp.shards_of`` does."""
+        self.finish()
+
+    # -- what is different from other replicas --------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Refuse a forward that trains, or changes buffers, and is no shard's."""
+        trains = self.module.training and (torch.is_grad_enabled() or bool(self.buffers))
+        if trains and self._phase is not Phase.INSIDE:
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: a forward in training mode outside of any shard, for a "
+                f"model wrapped with shards={self.shards}. Its gradients and buffers would be this "
+                "rank's alone.",
+                "Put it inside `with ddp.shard(shard):`; call ddp.eval() for an evaluation.",
+            )
+
+    def after_forward(self, output: Any) -> None:
+        """Refuse a backward pass of a forward that was no shard's."""
+        if self._phase is Phase.INSIDE or not torch.is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._refuse_backward)
+
+    def _refuse_backward(self, _grad: Tensor) -> None:
+        if self._phase is not Phase.INSIDE:
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: a backward pass of a forward that was not inside a "
+                "shard. Its gradients would be this rank's alone, and were dropped.",
+                "Put both inside `with ddp.shard(shard):`.",
+            )
+
+    def forward_failed(self, error: BaseException) -> None:
+        """The shard around it tells the others."""
+
+    def samples(self, count: float) -> Any:
+        """Let the shard that is computed now count as ``count`` samples."""
+        rank = self.group.rank()
+        if self._phase is not Phase.INSIDE or self._weight is not None:
+            raise ModuleStateError(
+                f"rank {rank}: samples({count!r}) outside of a shard, or for the second time in "
+                "one. The other ranks are told so if it is inside.",
+                "Say once for each shard how many samples it has, inside `with ddp.shard(shard):`.",
+            )
+        whole = isinstance(count, int | float) and float(count).is_integer()
+        if not whole or not 0 <= count < _LIMIT:
+            raise ModuleArgumentError(
+                f"rank {rank}: samples: expected a whole number of samples, got {count!r}: other "
+                "numbers do not add up in the same way on any number of ranks."
+            )
+        self._weight = int(count)
+        return contextlib.nullcontext()
+
+    def set_hook(self, state: object, hook: Any) -> None:
+        """Refused: what a hook does to a bucket depends on the rank."""
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._refuse(f"the communication hook {name} works on what a rank has gathered")
+
+    def scatter_gradients(self) -> Any:
+        """Refused: gradients are summed whole."""
+        self._refuse("gradients are summed whole and cannot be scattered")
+
+    def enter_join(self, **_options: Any) -> None:
+        """Refused: ranks may have any number of shards anyway."""
+        self._refuse("a Join", "A rank may have any number of shards in a step, also none.")
+
+    def refuse_in_backward(
+        self, params: Iterable[nn.Parameter], *, all_of_them: bool = False
+    ) -> None:
+        """Refuse optimizers that step inside a backward pass: shards are still missing there."""
+        if all_of_them or any(optimizers_in_backward(param) for param in params):
+            self._refuse("an optimizer steps in backward, before all shards are computed")
+
+    def move_to(self, group: Group) -> None:
+        """Go on in another group; a step that was begun is dropped."""
+        self._give_up()
+        super().move_to(group)
+        self._sums = self._make_sums()
+        look_before_steps(self._sums, _Look(self))
+
+    def refuse_step(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer of these parameters steps while a step has not ended, or in part.
+
+        One that cuts parameters at the number of ranks is no optimizer for shards.
+        """
+        cuts = getattr(optimizer, "cuts", False)
+        if self._phase is Phase.BETWEEN and not cuts:
+            return
+        its = steps(optimizer)
+        if not any(id(param) in its for param in self._params.values()):
+            return
+        if cuts:
+            kind = type(optimizer).__name__
+            self._refuse(f"{kind} cuts parameters by the number of ranks", "Give it ddp=.")
+        with self._telling():
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: {type(optimizer).__name__} steps while shards of a "
+                "step are computed that were not averaged. The other ranks are told so.",
+                "Loop over ddp.shards_of(step), which ends a step, or call ddp.sync_grads().",
+            )
+
+
+_END: Any = object()
+
+
+class _Look:
+    """Asks a replica before every step of an optimizer, as long as it lives."""
+
+    def __init__(self, replica: ShardReplica) -> None:
+        self._replica = weakref.ref(replica)
+
+    def __call__(self, _sums: StepSums, optimizer: Optimizer) -> None:
+        living = self._replica()
+        if living is not None:
+            living.refuse_step(optimizer)
+
+
+class _NoSwitch(AveragingSwitch):
+    """``no_sync`` and ``accumulate`` have no meaning where a step is made of shards."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._on = rank, True
+        super().__init__()
+
+    @property
+    def on(self) -> bool:
+        """Always: shards are averaged when their step ends."""
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        if not value:
+            self._refuse("require_backward_grad_sync = False")
+
+    def _refuse(self, what: str) -> None:
+        raise ModuleStateError(
+            f"rank {self._rank}: {what} for a model wrapped with shards=. Every rank refuses it.",
+            "Shards gather by themselves, and are averaged when their step ends.",
+        )
+
+    def no_sync(self) -> Any:
+        self._refuse("no_sync()")
+
+    def accumulate(self, steps: int) -> Any:
+        self._refuse(f"accumulate({steps})")

@@ -1,0 +1,144 @@
+"""Sums that do not depend on order, and how exact they are."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline._reducer import StepSums, Summed
+from paceline._reducer.step_sums import NONFINITE
+from paceline._reducer.sums import WIDTH, Grid
+from paceline.groups import Group
+from paceline.testing import run_ranks
+
+
+def mean_of(terms: list[Tensor], weights: list[int]) -> Tensor:
+    """As one rank makes it of terms in this order."""
+
+    def one_rank(group: Group) -> Tensor:
+        sums = StepSums([Summed("p", torch.empty_like(terms[0]))], len(terms), group)
+        sums.begin([0])
+        for term, weight in zip(terms, weights, strict=True):
+            sums.add({0: term}, weight)
+        found = sums.sums[0]
+        levels = sorted((lv for lv in found.levels() if lv != NONFINITE), reverse=True)
+        if NONFINITE in found.others:
+            levels = [*(levels or [0]), NONFINITE]
+        sums.exchange({0: levels} if levels else {})
+        return sums.mean(0, sum(weights)).clone()
+
+    (mean,) = run_ranks(1, one_rank)
+    return mean
+
+
+def terms_of(
+    source: random.Random, count: int, numel: int, spread: int, dtype: Any
+) -> list[Tensor]:
+    """Terms whose elements differ by up to ``spread`` binary orders of magnitude."""
+    generator = torch.Generator().manual_seed(source.randrange(1 << 30))
+    found = []
+    for _ in range(count):
+        sizes = torch.randint(-spread, 1, (numel,), generator=generator)
+        term = torch.randn(numel, generator=generator, dtype=torch.float64)
+        found.append(torch.ldexp(term, sizes).to(dtype))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@given(seed=st.integers(0, 1 << 20), count=st.integers(1, 24), spread=st.sampled_from([0, 8, 80]))
+@settings(max_examples=15, deadline=None)
+def test_the_order_of_terms_is_not_seen(dtype: Any, seed: int, count: int, spread: int) -> None:
+    source = random.Random(seed)
+    terms = terms_of(
+        source, count, 37, min(spread, 12) if dtype == torch.float16 else spread, dtype
+    )
+    weights = [source.choice([1, 3, 1000, 2**20]) for _ in terms]
+    pairs = list(zip(terms, weights, strict=True))
+    first = mean_of(terms, weights)
+    source.shuffle(pairs)
+    again = mean_of([t for t, _ in pairs], [w for _, w in pairs])
+    assert torch.equal(first, again)
+
+
+def test_a_float32_sum_is_no_less_exact_than_torchs() -> None:
+    terms = terms_of(random.Random(1), 24, 4000, 20, torch.float32)
+    exact = sum(term.double() for term in terms) / 24
+    ours = (mean_of(terms, [1] * 24).double() - exact).abs()
+    plain = terms[0].clone()
+    for term in terms[1:]:
+        plain += term
+    theirs = (plain / 24 - exact).abs()
+    assert ours.max() <= theirs.max()
+    assert ours.sum() < theirs.sum()
+
+
+def test_small_elements_beside_large_ones_keep_what_float32_keeps_of_them() -> None:
+    terms = [torch.tensor([1.0, 2.0**-24 * (1 + k * 2.0**-20), 2.0**-40]) for k in range(1, 20)]
+    exact = sum(term.double() for term in terms) / 19
+    error = (mean_of(terms, [1] * 19).double() / exact - 1).abs()
+    assert error[1] <= 2.0**-24
+    assert error[2] <= 2.0**-8
+
+
+def test_float64_keeps_all_its_digits() -> None:
+    terms = terms_of(random.Random(2), 7, 500, 40, torch.float64)
+    exact = torch.stack(terms).sum(0) / 7
+    torch.testing.assert_close(mean_of(terms, [1] * 7), exact, rtol=1e-13, atol=1e-16)
+
+
+def test_terms_of_very_different_size_are_added_in_several_integers() -> None:
+    sizes = [1e30, 1e-30, 1.0, -1e30, 3e-30]
+    terms = [torch.full((5,), size) for size in sizes]
+    assert mean_of(terms, [1] * 5).tolist() == pytest.approx([0.2] * 5)
+    only_small = mean_of([terms[0], terms[3], terms[1], terms[4]], [1] * 4)
+    assert only_small.tolist() == pytest.approx([1e-30] * 5)
+
+
+def test_the_largest_whole_numbers_do_not_overflow() -> None:
+    largest = torch.finfo(torch.float32).max
+    for count in (1, 2, 3, 24):
+        found = mean_of([torch.tensor([largest, -largest])] * count, [2**20] * count)
+        assert found.tolist() == [largest, -largest]
+
+
+def test_infinities_and_nans_come_out_as_in_any_order() -> None:
+    inf, nan = math.inf, math.nan
+    terms = [
+        torch.tensor([1.0, inf, inf, nan, 2.0, -inf]),
+        torch.tensor([2.0, 1.0, -inf, 1.0, 2.0, 5.0]),
+        torch.tensor([3.0, inf, 3.0, inf, 2.0, 5.0]),
+    ]
+    for _ in range(3):
+        terms = [*terms[1:], terms[0]]
+        found = mean_of(terms, [1, 1, 1]).tolist()
+        assert found[:2] == [2.0, inf]
+        assert found[4:] == [2.0, -inf]
+        assert all(map(math.isnan, found[2:4]))
+    assert math.isnan(mean_of([torch.tensor([nan])], [1]).item())
+
+
+def test_a_product_with_a_weight_that_overflows_is_infinite() -> None:
+    assert mean_of([torch.tensor([1e308], dtype=torch.float64)], [1000]).item() == math.inf
+
+
+@given(st.floats(min_value=2.0**-149, max_value=2.0**180, allow_nan=False))
+def test_a_level_has_room_for_its_largest_element(largest: float) -> None:
+    grid = Grid(24)
+    level = grid.level(largest)
+    assert level is not None
+    whole = largest / grid.unit(level)
+    assert whole <= 2.0**grid.bits
+    assert whole >= 2.0 ** (grid.bits - WIDTH - 1)
+    assert 24 * 2**grid.bits <= 2**62
+
+
+def test_terms_of_zeros_have_no_level_and_give_zeros() -> None:
+    assert Grid(3).level(0.0) is None
+    assert mean_of([torch.zeros(4)] * 3, [1, 1, 1]).tolist() == [0.0] * 4
