@@ -44,7 +44,7 @@ SUMS = "the wrapper's sums over the shards of a step"
 _LIMIT = 1 << 53  # samples of a shard
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """Where a rank is in a step of shards."""
 
     BETWEEN = auto()  # nothing of the next step is computed
@@ -64,7 +64,7 @@ class ShardReplica(Replica):
         self._params = dict(self.trained.all)
         self._devices = {param.device for param in self._params.values()}
         self._buffers = ShardBuffers(self.buffers, group.rank())
-        self._phase = Phase.BETWEEN
+        self._phase = StepPhase.BETWEEN
         self._weights: dict[int, int] = {}  # of the shards computed, by index
         self._weight: int | None = None  # of the shard that is computed now, if it was said
         self._same: dict[str, str] = {}  # what must be the same on all ranks
@@ -118,16 +118,16 @@ class ShardReplica(Replica):
                 with keyed_random(shard, self._devices), deterministic():
                     yield
             except BaseException:
-                self._phase = Phase.OPEN
+                self._phase = StepPhase.OPEN
                 raise
             self._leave(shard)
 
     def _enter(self, shard: Shard) -> None:
         self._check(shard)
-        if self._phase is Phase.BETWEEN:
+        if self._phase is StepPhase.BETWEEN:
             self._begin_step()
         self._same["step"] = f"step {shard.step} of epoch {shard.epoch} with seed {shard.seed}"
-        self._phase, self._weight = Phase.INSIDE, None
+        self._phase, self._weight = StepPhase.INSIDE, None
 
     def _check(self, shard: Shard) -> None:
         rank = self.group.rank()
@@ -142,8 +142,8 @@ class ShardReplica(Replica):
                 f"shards={self.shards}. The other ranks are told so.",
                 "The number is fixed for a run; give the loader the same one.",
             )
-        if self._phase is Phase.INSIDE or shard.index in self._weights:
-            within = "inside another one" if self._phase is Phase.INSIDE else "a second time"
+        if self._phase is StepPhase.INSIDE or shard.index in self._weights:
+            within = "inside another one" if self._phase is StepPhase.INSIDE else "a second time"
             raise ModuleStateError(
                 f"rank {rank}: shard {shard.index} is computed {within}. The other ranks are told "
                 "so, and the step's gradients are dropped.",
@@ -172,7 +172,7 @@ class ShardReplica(Replica):
         self._weights = {}
         wanted = [*trained, *self._buffers.tensors]
         self._sums.begin(self._numbers[name] for name in wanted)
-        self._phase = Phase.OPEN
+        self._phase = StepPhase.OPEN
 
     def _leave(self, shard: Shard) -> None:
         weight = shard.samples if self._weight is None else self._weight
@@ -183,7 +183,7 @@ class ShardReplica(Replica):
             if weight:  # otherwise it is as if it had not been
                 self._sums.add(terms, weight)
         self._weights[shard.index] = weight
-        self._phase = Phase.OPEN
+        self._phase = StepPhase.OPEN
 
     def _take_gradients(self) -> dict[int, Tensor]:
         found = {}
@@ -223,18 +223,18 @@ class ShardReplica(Replica):
 
     def _give_up(self) -> None:
         """Drop what was computed of the step; buffers are as they were when it began."""
-        if self._phase is not Phase.BETWEEN:
+        if self._phase is not StepPhase.BETWEEN:
             for param in self._params.values():
                 param.grad = None
             self._buffers.undo()
         self._base, self._weights = {}, {}
-        self._phase = Phase.BETWEEN
+        self._phase = StepPhase.BETWEEN
 
     # -- the end of a step ----------------------------------------------------------------------
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
         """``items``, this rank's part of a step; after the last one the step ends."""
-        if self._phase is not Phase.BETWEEN:
+        if self._phase is not StepPhase.BETWEEN:
             with self._telling():
                 raise ModuleStateError(
                     f"rank {self.group.rank()}: a step begins before the last one has ended: a "
@@ -252,12 +252,12 @@ class ShardReplica(Replica):
 
     def finish(self) -> None:
         """End a step: leave the means over all shards of all ranks in ``.grad``; all call it."""
-        if self._phase is Phase.INSIDE:
+        if self._phase is StepPhase.INSIDE:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: a step was to end inside a shard.",
                 "Leave the shard first.",
             )
-        if self._phase is Phase.BETWEEN:
+        if self._phase is StepPhase.BETWEEN:
             self._begin_step()
         try:
             with torch.no_grad(), events.calls_for(self.group.board, SUMS):
@@ -265,7 +265,7 @@ class ShardReplica(Replica):
         except BaseException:
             self._give_up()
             raise
-        self._phase, self._weights, self._base = Phase.BETWEEN, {}, {}
+        self._phase, self._weights, self._base = StepPhase.BETWEEN, {}, {}
         self.reducer.observers.tell_averages()
 
     def _done(self, trouble: str = "") -> Done:
@@ -301,7 +301,7 @@ class ShardReplica(Replica):
     def before_forward(self) -> None:
         """Refuse a forward that trains, or changes buffers, and is no shard's."""
         trains = self.module.training and (torch.is_grad_enabled() or bool(self.buffers))
-        if trains and self._phase is not Phase.INSIDE:
+        if trains and self._phase is not StepPhase.INSIDE:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: a forward in training mode outside of any shard, for a "
                 f"model wrapped with shards={self.shards}. Its gradients and buffers would be this "
@@ -311,14 +311,14 @@ class ShardReplica(Replica):
 
     def after_forward(self, output: Any) -> None:
         """Refuse a backward pass of a forward that was no shard's."""
-        if self._phase is Phase.INSIDE or not torch.is_grad_enabled():
+        if self._phase is StepPhase.INSIDE or not torch.is_grad_enabled():
             return
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._refuse_backward)
 
     def _refuse_backward(self, _grad: Tensor) -> None:
-        if self._phase is not Phase.INSIDE:
+        if self._phase is not StepPhase.INSIDE:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: a backward pass of a forward that was not inside a "
                 "shard. Its gradients would be this rank's alone, and were dropped.",
@@ -331,7 +331,7 @@ class ShardReplica(Replica):
     def samples(self, count: float) -> Any:
         """Let the shard that is computed now count as ``count`` samples."""
         rank = self.group.rank()
-        if self._phase is not Phase.INSIDE or self._weight is not None:
+        if self._phase is not StepPhase.INSIDE or self._weight is not None:
             raise ModuleStateError(
                 f"rank {rank}: samples({count!r}) outside of a shard, or for the second time in "
                 "one. The other ranks are told so if it is inside.",
@@ -379,7 +379,7 @@ class ShardReplica(Replica):
         One that cuts parameters at the number of ranks is no optimizer for shards.
         """
         cuts = getattr(optimizer, "cuts", False)
-        if self._phase is Phase.BETWEEN and not cuts:
+        if self._phase is StepPhase.BETWEEN and not cuts:
             return
         its = steps(optimizer)
         if not any(id(param) in its for param in self._params.values()):
