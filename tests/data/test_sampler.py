@@ -109,6 +109,7 @@ def test_epochs_and_seeds_change_the_order_and_the_same_ones_repeat_it() -> None
     }
     assert len(set(orders.values())) == 3
     (sampler,) = samplers(50, 1)
+    sampler.set_epoch(0)
     assert list(sampler) == list(sampler) == list(orders[0, 0])
 
 
@@ -309,3 +310,22 @@ def test_uneven_shards_train_in_a_join_context() -> None:
         return len(loader), counter.shadowed
 
     assert run_ranks(4, one_rank) == [(2, 0), (2, 0), (1, 1), (1, 1)]
+
+
+def test_an_epoch_that_is_dealt_twice_is_warned_of_once() -> None:
+    sampler = DistributedSampler(range(4), num_replicas=2, rank=1)
+    list(sampler)
+    with pytest.warns(UserWarning, match=r"rank 1: DistributedSampler begins a second epoch, and"):
+        list(sampler)
+    list(sampler)
+
+
+def test_epochs_that_are_set_or_resumed_or_in_order_are_not_warned_of() -> None:
+    sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    sampler.load_state_dict(sampler.state_dict(position=2))
+    list(sampler)
+    ordered = DistributedSampler(range(4), num_replicas=2, rank=0, shuffle=False)
+    list(ordered), list(ordered)

@@ -47,7 +47,7 @@ def _log_under_both(meeting: Meeting) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_logging_data_has_torchs_keys_and_values() -> None:
-    changing = {"master_port", "iteration", "num_buckets_reduced"}
+    changing = {"master_port", "iteration", "num_buckets_reduced", "can_set_static_graph"}
     for ours, theirs in spawn_ranks(2, _log_under_both, deadline=60):
         assert set(theirs) <= set(ours) | {"comm_hook"}
         alike = [k for k in theirs if "time" not in k and k not in changing and k in ours]
@@ -55,6 +55,7 @@ def test_logging_data_has_torchs_keys_and_values() -> None:
         for key in ours:
             if key.endswith("_time"):
                 assert ours[key] > 0
+        assert ours["can_set_static_graph"] == 0, "Lightning would advise what gains nothing here"
 
 
 def _log_under_a_backend_of_ones_own(meeting: Meeting) -> list[str]:

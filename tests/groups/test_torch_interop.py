@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import paceline
 from paceline import Group
 from paceline.errors import PeerDiedError, RendezvousError
 from paceline.testing import Meeting, spawn_ranks
@@ -262,3 +263,39 @@ def dispatch_tensors_of_a_plain_torch_group(meeting: Meeting) -> float:
 
 def test_any_torch_group_can_be_wrapped() -> None:
     assert spawn_ranks(2, dispatch_tensors_of_a_plain_torch_group) == [12.0, 12.0]
+
+
+def waits_where_torch_asks(meeting: Meeting) -> tuple[str, list[int]]:
+    """torch's monitored barrier over our default group: all come, then rank 1 does not."""
+    dist.init_process_group(
+        "paceline", store=meeting.store(), rank=meeting.rank, world_size=meeting.size
+    )
+    dist.monitored_barrier()
+    missing: list[int] = []
+    if meeting.rank == 0:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        except RuntimeError as error:
+            missing = list(error.ranks)
+    name = dist.get_backend()
+    dist.destroy_process_group()
+    return name, missing
+
+
+def test_torchs_monitored_barrier_takes_our_groups_and_names_who_is_missing() -> None:
+    assert spawn_ranks(2, waits_where_torch_asks, deadline=60) == [
+        ("paceline", [1]),
+        ("paceline", []),
+    ]
+
+
+def test_torchs_monitored_barrier_is_torchs_again_after_uninstall() -> None:
+    group = paceline.new_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    ours = dist.monitored_barrier
+    assert hasattr(ours, "__wrapped__")
+    paceline.uninstall()
+    try:
+        assert dist.monitored_barrier is ours.__wrapped__
+        assert dist.distributed_c10d.monitored_barrier is ours.__wrapped__
+    finally:
+        group.shutdown()

@@ -6,6 +6,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from paceline import recorder
 from paceline.errors import CollectiveTimeoutError
 from paceline.groups import Group
-from paceline.recorder import events
+from paceline.recorder import account, events
 from paceline.recorder.account import account_of
 from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.threads import finish_asking
@@ -282,3 +284,22 @@ def measure_clocks(meeting: Meeting) -> float:
 def test_two_ranks_of_one_host_find_their_clocks_alike() -> None:
     for offset in spawn_ranks(2, measure_clocks, deadline=DEADLINE):
         assert abs(offset) < 1.0
+
+
+def test_a_step_without_a_backward_pass_is_told_long_after_others_are_not() -> None:
+    ran = [True] * 3 + [False] + [True] * 60
+    board = object()
+    kept = [
+        SimpleNamespace(
+            track=SimpleNamespace(board=board, model=1),
+            number=number,
+            code=None,
+            lasti=0,
+            backward_began=int(backward),
+        )
+        for number, backward in enumerate(ran, 1)
+    ]
+    with mock.patch.object(account.events, "steps", kept):
+        told = account._steps(board, 16)
+        assert [step.number for step in told] == [4, *range(49, 65)]
+        assert len(account._steps(board, account.events.STEPS)) == 64

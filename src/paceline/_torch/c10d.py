@@ -9,6 +9,8 @@ torch finds a group that its C++ or a graph names in tables that ``init_process_
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
@@ -18,6 +20,8 @@ import torch
 from torch._C import _distributed_c10d as _c
 from torch.distributed import ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _python
+
+from . import patches
 
 # -- groups that are known by name ------------------------------------------------------------
 
@@ -113,6 +117,33 @@ def members_of(group: ProcessGroup) -> list[int] | None:
     """
     ranks = _python._world.pg_group_ranks.get(group)
     return None if ranks is None else list(ranks)
+
+
+# -- functions of torch.distributed that ask for an engine by its name --------------------------
+
+
+def send_barriers_to(kind: type[ProcessGroup]) -> None:
+    """Let ``torch.distributed.monitored_barrier`` take groups of ``kind``, until it is taken back.
+
+    torch's function refuses all that is not its own gloo, whatever the group could do.
+    """
+    torchs = _python.monitored_barrier
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: ProcessGroup | None = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        found = group if group is not None else torch.distributed.group.WORLD
+        if isinstance(found, kind):
+            found.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            torchs(group, timeout, wait_all_ranks)
+
+    for module in list(sys.modules.values()):  # whoever has imported the name has it replaced
+        if getattr(module, "__dict__", {}).get("monitored_barrier") is torchs:
+            patches.put(module, "monitored_barrier", monitored_barrier)
 
 
 # -- the engines in a group -------------------------------------------------------------------

@@ -14,6 +14,7 @@ positions r, r + N, r + 2N… That has three uses.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, cast
 
@@ -78,6 +79,8 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         self.epoch = 0
         self._position = 0  # up to which all ranks together have dealt this epoch
         self._start = 0  # where the next iteration begins
+        self._dealt = False  # an iteration has begun
+        self._knows_epoch = False  # it has been told one, or that it need not be: by a warning
 
     # -- whom it deals to ---------------------------------------------------------------------
 
@@ -135,12 +138,25 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     def _deal(self) -> Iterator[Any]:
         start, self._start = self._start, 0  # with the first sample: loaders make idle iterators
+        if self._dealt and self.shuffle and not self._knows_epoch:
+            self._warn_of_same_order()
+        self._dealt = True
         self._position = start
         row, own, end = self._row(), self._own(start), self._end(start)
         for drawn, index in enumerate(row[own.start : own.stop : own.step].tolist(), 1):
             self._position = min(start + drawn * own.step, end)
             yield index
         self._position = end
+
+    def _warn_of_same_order(self) -> None:
+        self._knows_epoch = True
+        warnings.warn(
+            f"rank {self.rank}: DistributedSampler begins a second epoch, and nobody has called its "
+            "set_epoch: every epoch has the samples in the same order. Call "
+            "sampler.set_epoch(epoch) before each epoch, on all ranks; if the order need not "
+            "change, pass shuffle=False.",
+            stacklevel=3,
+        )
 
     def _row(self) -> torch.Tensor:
         """The samples of this epoch in order."""
@@ -168,6 +184,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``, unless that is the epoch it is in."""
+        self._knows_epoch = True
         if epoch != self.epoch:
             self.epoch, self._start, self._position = epoch, 0, 0
 
@@ -201,3 +218,4 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         if position == self._end(position) and epoch < self.epoch:
             return  # that epoch was over, and set_epoch has gone on (loaders load late)
         self.epoch, self._start, self._position = epoch, position, position
+        self._knows_epoch = True

@@ -72,7 +72,8 @@ def logging_data(replica: Replica, wrapper: Any, *, error: str, comm_hook: str) 
         **replica.times.kept,
         **environment(replica.group.backend),
         "has_error": int(bool(error)),
-        "can_set_static_graph": int(summary.steady),
+        # Lightning advises static_graph=True where this is 1, and here nothing is gained by it.
+        "can_set_static_graph": int(summary.steady and replica.reducer.policy.strict),
         "prev_iteration_grad_ready_order_indices": _joined(summary.arrival),
     }
     if error:

@@ -2,6 +2,7 @@
 
 from torch.distributed import ProcessGroup, ReduceOp, Store
 
+from .._torch.first_use import before_next_group
 from .backends import (
     Availability,
     EngineBackend,
@@ -20,11 +21,12 @@ from .factory import (
 from .group import Group
 from .options import GroupOptions
 from .torch_init import quickest as quickest
-from .torch_world import offer_to_init_process_group, store_of
+from .torch_world import offer_barriers, offer_to_init_process_group, store_of
 from .traffic import Traffic
 from .work import FINISHED, Work
 
 offer_to_init_process_group()
+before_next_group(offer_barriers)
 
 __all__ = [
     "FINISHED",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .._torch import c10d
+from .._torch import c10d, patches
+from .._torch.first_use import before_next_group
 from ..errors import RendezvousError
 
 if TYPE_CHECKING:
@@ -66,6 +68,14 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
     with contextlib.suppress(Exception):  # one that was written in Python may raise anything
         return None if group is None else group.get_group_store()
     return None
+
+
+def offer_barriers() -> None:
+    """Make ``torch.distributed.monitored_barrier`` take our groups; ``uninstall()`` undoes it."""
+    from .group import Group
+
+    c10d.send_barriers_to(Group)
+    patches.after_take_back(partial(before_next_group, offer_barriers))
 
 
 def offer_to_init_process_group() -> None:

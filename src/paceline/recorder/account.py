@@ -92,8 +92,13 @@ class Account(msgspec.Struct, frozen=True):
         return next((c for c in self.calls if c.sequence == sequence and sequence), None)
 
 
-def account_of(board: events.Board, ended: str = "", calls: int = CALLS) -> Account:
-    """What the rank of ``board`` has to tell now."""
+def account_of(
+    board: events.Board, ended: str = "", calls: int = CALLS, steps: int = STEPS
+) -> Account:
+    """What the rank of ``board`` has to tell now: its latest calls and steps.
+
+    Steps without a backward pass are told though they are older: it may be missed much later.
+    """
     mine = [entry for entry in list(events.calls) if entry.board is board][-calls:]
     frame = None if ended else _frame_of(board)
     user, deepest, inside, waits = _where(frame)
@@ -103,7 +108,7 @@ def account_of(board: events.Board, ended: str = "", calls: int = CALLS) -> Acco
         host=socket.gethostname(),
         made=board.made,
         calls=[told(entry) for entry in mine],
-        steps=_steps(board),
+        steps=_steps(board, steps),
         user=user,
         deepest=deepest,
         inside=inside,
@@ -139,8 +144,10 @@ def told(entry: events.Entry) -> Told:
     )
 
 
-def _steps(board: events.Board) -> list[Went]:
-    found = [entry for entry in list(events.steps) if entry.track.board is board][-STEPS:]
+def _steps(board: events.Board, most: int) -> list[Went]:
+    kept = [entry for entry in list(events.steps) if entry.track.board is board]
+    without = [entry for entry in kept[:-most] if not entry.backward_began]
+    found = [*without[-most:], *kept[-most:]]
     return [
         Went(
             entry.track.model,

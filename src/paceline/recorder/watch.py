@@ -219,7 +219,7 @@ class Watch:
         """What can be seen from here; the rest is for the others to tell."""
         board = entry.board
         return Case(
-            account_of(board),
+            account_of(board, steps=events.STEPS),  # all: others may tell of an old one
             told(entry),
             board.name,
             waited=((entry.finished or events.now()) - entry.began) / 1e9,

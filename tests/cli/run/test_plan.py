@@ -265,3 +265,12 @@ def test_a_containers_quota_counts(tmp_path) -> None:
     (own / "cpu.cfs_period_us").write_text("100000")
     assert _cgroup_quota(tmp_path, membership) == 0.5
     assert _cgroup_quota(tmp_path / "none", tmp_path / "none") == float("inf")
+
+
+def test_ranks_to_show_that_there_are_none_of_are_refused() -> None:
+    plan.check_shown({0, 1}, 2)
+    plan.check_shown((), 2)
+    with pytest.raises(
+        LaunchError, match=r"--show asks for rank 2, 5, and there are 2\. Ranks are"
+    ):
+        plan.check_shown({1, 2, 5}, 2)

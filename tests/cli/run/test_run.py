@@ -187,3 +187,11 @@ if __name__ == "__main__":
 """
     ended = paceline(capsys, "run", "--nproc", 1, "--drop-in", script(text))
     assert by_rank(ended.out) == {0: ["[[0, 1], [4, 9]]"]}, ended.err
+
+
+def test_showing_a_rank_that_is_not_there_is_an_error_and_nothing_is_started(
+    script, capsys
+) -> None:
+    ended = paceline(capsys, "run", "--nproc", 2, "--show", 5, script("print('started')"))
+    assert (ended.code, ended.out) == (2, "")
+    assert "--show asks for rank 5, and there are 2" in ended.err

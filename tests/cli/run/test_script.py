@@ -1,5 +1,6 @@
-"""A rank's script runs as ``python script.py`` would have run it; nothing here imports torch."""
+"""A rank's script runs as ``python script.py`` would have run it."""
 
+import doctest
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.run import script
 from paceline.cli.run.launch import BOOTSTRAP
 
 ABOUT_ITSELF = """
@@ -166,3 +168,37 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(tmp_path) -> None:
     (tmp_path / "script.py").write_text("print('here')")
     ended = python(str(BOOTSTRAP), "script.py", cwd=tmp_path, PACELINE_LAUNCHER="1")
     assert (ended.stdout, ended.returncode) == ("", 137)
+
+
+FAILS_IN_A_WORKER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        raise ValueError(f"sample {index} is bad")
+
+for batch in DataLoader(Samples(), num_workers=1):
+    pass
+"""
+
+
+def test_an_error_of_a_data_loaders_worker_is_told_by_its_cause_and_line(tmp_path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_IN_A_WORKER)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    python(str(BOOTSTRAP), "train.py", cwd=tmp_path, PACELINE_NOTES=str(notes))
+    note = json.loads((notes / "rank-1.json").read_text())
+    assert note["kind"] == "ValueError"
+    assert note["message"] == "sample 0 is bad (in DataLoader worker process 0)"
+    assert note["place"] == "train.py:9"
+
+
+def test_an_ordinary_message_stays_as_it_is() -> None:
+    assert script.cause_in_worker("ValueError", "Caught cold in winter.") == (
+        "Caught cold in winter.",
+        "",
+    )
+    assert doctest.testmod(script).failed == 0

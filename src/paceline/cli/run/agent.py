@@ -26,8 +26,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from ..._torch.elastic import OpenAgent, log_folder, pipes_of
+from ...errors import LaunchError
 from .. import say
 from .meeting import MachineMeeting
+from .plan import check_shown
 from .screen import OutputReader
 from .signals import heeded
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
@@ -68,6 +70,7 @@ class Pipes(LogsSpecs):
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.attempt = Attempt(folder, ranks, int(envs[0]["WORLD_SIZE"]), int(number))
         self.attempt.losses = Losses(self.patience)
+        self._tell_if_hidden()
         for local, env in envs.items():
             env["PACELINE_NOTES"] = str(folder)
             env["PACELINE_LAUNCHER"] = str(os.getpid())
@@ -79,6 +82,13 @@ class Pipes(LogsSpecs):
             stderrs={local: self._pipe(folder, rank, 2) for local, rank in ranks.items()},
             error_files={local: env["TORCHELASTIC_ERROR_FILE"] for local, env in envs.items()},
         )
+
+    def _tell_if_hidden(self) -> None:
+        """Say which of the ranks that are to be shown there are none of, on several machines."""
+        try:
+            check_shown(self.reader.shown, self.attempt.size)
+        except LaunchError as error:
+            say.note(str(error))
 
     def _pipe(self, folder: Path, rank: int, number: int) -> str:
         path = str(folder / f"pipe-{rank}-{number}")

@@ -23,7 +23,7 @@ from ...errors import LaunchCountError, LaunchError
 from .. import say
 from .launch import Conduct, Script, tell
 from .lines import RankLines
-from .plan import Asked, parse_nodes
+from .plan import Asked, check_shown, parse_nodes
 from .ray_actor import RankNews, RankProcess, Seat
 from .screen import Bar, Screen
 from .signals import signals_noted
@@ -41,6 +41,7 @@ def launch_on_ray(
     ray = _connect(address)
     try:
         size, resource = _choose_size(asked, ray.cluster_resources())
+        check_shown(show, size)
         actors = _place(ray, size, resource)
         _start(ray, actors, script)
         with signals_noted() as signals:  # Ray has set its own, which end this process at once

@@ -12,7 +12,7 @@ Where the counts that were asked for and those that were started differ, that is
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import LaunchCountError, LaunchError
@@ -21,6 +21,16 @@ from .schedulers import ScheduledTask, find_task
 
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below what kernels hand out to clients
 _RANKS_ANYWHERE, _RANKS_PER_CORE = 256, 8  # more than either is a slip of the finger
+
+
+def check_shown(shown: Collection[int], size: int) -> None:
+    """Refuse to show ranks that there are none of: nothing at all would be shown."""
+    if beyond := sorted(rank for rank in shown if rank >= size):
+        ranks = ", ".join(map(str, beyond))
+        raise LaunchError(
+            f"--show asks for rank {ranks}, and there {'is' if size == 1 else 'are'} {size}",
+            f"Ranks are numbered from 0 to {size - 1}.",
+        )
 
 
 @dataclass(frozen=True)

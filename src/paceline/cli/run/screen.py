@@ -99,7 +99,7 @@ class OutputReader:
     """Reads the ranks' pipes and shows what comes, until it is closed."""
 
     def __init__(self, show: Collection[int] = ()) -> None:
-        self._show = show  # ranks whose stdout is shown; empty: all
+        self.shown = show  # ranks whose stdout is shown; empty: all
         bar = Bar()
         self._screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
         self._selector = selectors.DefaultSelector()
@@ -113,7 +113,7 @@ class OutputReader:
         """Read the named pipe ``path``, the rank's stdout (1) or stderr (2)."""
         # Opened for writing too: a pipe without writers, between restarts, is not at its end.
         pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        hidden = number == 1 and bool(self._show) and rank not in self._show
+        hidden = number == 1 and bool(self.shown) and rank not in self.shown
         with self._lock:
             self._selector.register(
                 pipe, selectors.EVENT_READ, _Source(rank, self._screens[number], hidden)

@@ -21,6 +21,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -37,6 +38,8 @@ _CONSEQUENCES = frozenset(
     {"CollectiveTimeoutError", "PeerDiedError", "PeerError", "PeerExhaustedError"}
     | {"PeerFailedError", "PeerLeftError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 )
+_CAUGHT = re.compile(r"Caught \S+ in (.+)\.\nOriginal Traceback")  # torch's ExceptionWrapper
+_FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _GLOO_SAYS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
 
 
@@ -178,7 +181,8 @@ def _fail(error: BaseException) -> NoReturn:
     trace = _script_part(error.__traceback__)
     error.__traceback__ = trace
     text = "".join(traceback.format_exception(type(error), error, trace))
-    _report(type(error).__name__, _message(error), text, _place(trace), _is_consequence(error))
+    message, place = cause_in_worker(type(error).__name__, _message(error))
+    _report(type(error).__name__, message, text, place or _place(trace), _is_consequence(error))
     # As Python does before it prints: who asks at exit how the program ended finds it there.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
@@ -203,6 +207,28 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception:  # of an error whose own __str__ fails
         return ""
+
+
+def cause_in_worker(kind: str, message: str) -> tuple[str, str]:
+    """What happened, and the line, where a DataLoader's worker has sent its traceback as a message.
+
+    The first line of such a message says only that something was caught; other messages stay.
+
+    >>> sent = "Caught KeyError in DataLoader worker process 0.\\nOriginal Traceback (most recent "
+    >>> sent += 'call last):\\n  File "data.py", line 7, in __getitem__\\nKeyError: 12\\n'
+    >>> cause_in_worker("KeyError", sent)
+    ('12 (in DataLoader worker process 0)', 'data.py:7')
+    """
+    found = _CAUGHT.match(message)
+    frames = _FRAME.findall(message)
+    if found is None or not frames:
+        return message, ""
+    lines = message[message.rindex(f'File "{frames[-1][0]}", line {frames[-1][1]}') :].splitlines()
+    said = [line for line in lines[1:] if line[:1].strip()] or [kind]
+    first, *rest = [said[0].removeprefix(f"{kind}: "), *said[1:]]
+    own = [frame for frame in frames if not _is_library(frame[0])] or frames
+    path, line = own[-1]
+    return "\n".join([f"{first} (in {found[1]})", *rest]), f"{os.path.basename(path)}:{line}"
 
 
 def _report_exit(ending: SystemExit) -> None:

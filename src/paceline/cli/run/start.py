@@ -13,7 +13,7 @@ from ...errors import LaunchError
 from .. import say, sharing
 from ..machine import Machine, ThisMachine
 from .launch import Conduct, Script, become, launch
-from .plan import Asked, Become, Launch, make_plan
+from .plan import Asked, Become, Launch, check_shown, make_plan
 from .record import check_record
 
 ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may say
@@ -38,6 +38,8 @@ def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | 
         plan = share_gpus(plan, asked.ranks_per_gpu, script.backend, machine)
     if isinstance(plan, Become):
         become(plan, script)
+    if plan.max_nodes == 1:  # else ranks are counted when the machines have met
+        check_shown(shown, plan.nproc)
     if plan.why and plan.node_rank in (None, 0):
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
     return launch(plan, script, conduct, shown)
