@@ -229,6 +229,69 @@ def test_nobody_steps_with_half_a_gradient() -> None:
     run_ranks(2, one_rank)
 
 
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_optimizer_steps_with_averages_only_and_the_error_has_the_message(name: str) -> None:
+    def one_rank(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+        ddp, rank = late(Unlucky(), group), group.rank()
+        optimizer = MAKERS[name](ddp.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(batch(step, rank), False).sum().backward()
+            optimizer.step()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        optimizer.zero_grad()
+        if rank == 1:
+            with pytest.raises(ArithmeticError):
+                ddp(batch(4, rank), True)
+        else:
+            ddp(batch(4, rank), False).sum().backward()
+        heard = "ArithmeticError in forward: no luck"
+        if rank == 0 and "fused" in name:
+            optimizer.step()  # the device keeps it out; the next pass raises
+            with pytest.raises(PeerError, match=heard):
+                ddp.state_dict()
+            assert getattr(optimizer, "found_inf", None) is None
+        elif rank == 0:
+            with pytest.raises(PeerError, match=heard):
+                optimizer.step()
+        unchanged = [p.detach().clone() for p in ddp.parameters()]
+        optimizer.zero_grad()
+        ddp(batch(5, rank), False).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
+        return before, unchanged
+
+    for before, unchanged in run_ranks(2, one_rank):
+        assert all(torch.equal(p, q) for p, q in zip(before, unchanged, strict=True))
+
+
+def test_an_average_that_is_not_a_number_becomes_zero_when_a_rank_fails() -> None:
+    def one_rank(group: Group) -> None:
+        ddp, rank = late(Unlucky(), group), group.rank()
+        for step in range(2):
+            ddp.zero_grad()
+            ddp(batch(step, rank), False).sum().backward()
+        ddp.zero_grad()
+        if rank == 1:
+            with pytest.raises(ArithmeticError):
+                ddp(batch(4, rank), True)
+        else:
+            (ddp(batch(4, rank), False).sum() * torch.nan).backward()
+            assert all(not p.grad.any() for p in ddp.parameters())
+            with pytest.raises(PeerError):
+                ddp.eval()
+
+    run_ranks(2, one_rank)
+
+
 def test_a_failure_is_raised_a_pass_later_and_the_ranks_stay_in_step() -> None:
     def one_rank(group: Group) -> Grads:
         ddp = late(Unlucky(), group)

@@ -9,6 +9,7 @@ from .observers import Observers
 from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
+from .repeated import RepeatedExchange, is_usual, obstacle_to_replays
 from .step_sums import StepSums, Summed
 from .steps import look_before_steps, steps
 from .stretches import ScatteredGradients, Stretch
@@ -28,15 +29,18 @@ __all__ = [
     "Pass",
     "Reducer",
     "ReducerSummary",
+    "RepeatedExchange",
     "ScatteredGradients",
     "Spec",
     "StepSums",
     "Stretch",
     "Summed",
     "assign",
+    "is_usual",
     "listen",
     "local",
     "look_before_steps",
+    "obstacle_to_replays",
     "settle",
     "steps",
 ]

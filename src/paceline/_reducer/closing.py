@@ -17,7 +17,7 @@ from torch.distributed import Work as TorchWork
 
 from ..errors import LateGradientError, PeerError
 from ..groups import FINISHED, ReduceOp
-from . import header
+from . import header, messages
 from .bucket import Bucket
 from .filling import Filling
 from .header import Header, Kept, Said
@@ -132,6 +132,9 @@ class PassClosing:
             absent=running.absent,
             idle=running.idle,
         )
+        if said.trouble and not self._listens:
+            of = self._of
+            messages.leave(self._group, of.diary.model, of.runner.passes, running.trouble)
         self._of.mailbox.write(memory, said, self._method.share, self._method.ranks)
 
     def _read_header(self, memory: Tensor) -> Header | None:
@@ -145,7 +148,7 @@ class PassClosing:
         if self._listens:
             return of.mailbox.read(memory, self._method.ranks)
         running.header = memory
-        of.mailbox.keep(memory, of.ledger.unit)
+        of.diary.follow(of.mailbox.keep(memory, of.ledger.unit))
         special = running.absent or running.late or running.trouble or of.observers.see_buckets
         if special or of.mailbox.by_active or of.observers.heed():
             return of.mailbox.read(memory, self._method.ranks)
@@ -180,7 +183,9 @@ class PassClosing:
     def _refuse_overdue(self) -> None:
         """Raise what was not known in the pass before; not earlier, so that this one is whole."""
         if self._overdue:
-            raise PeerError(self._group.rank(), {}, "in the pass before this one")
+            of = self._of
+            said = messages.left(self._group, of.diary.model, of.runner.passes - 1)
+            raise PeerError(self._group.rank(), said, "in the pass before this one")
 
     def _refuse_trouble(self, told: Header | None) -> None:
         """When a rank said that it cannot go on, raise what it says on every rank."""

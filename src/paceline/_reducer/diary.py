@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from .._torch.tensors import indices_of, values_of
 from ..groups import Group
 from ..recorder import events
 from .bucket import Bucket, Phase
+from .header import Kept
 
 NOTICED = 20_000  # nanoseconds; a shorter wait was none
 
@@ -31,6 +33,21 @@ class Diary:
         """Go on counting where ``other`` stopped."""
         if self._track is not None and other._track is not None:
             self._track.steps, self._track.step = other._track.steps, other._track.step
+
+    @property
+    def model(self) -> int:
+        """Which of the group's models this is, by the order in which they were wrapped."""
+        return 0 if self._track is None else self._track.model
+
+    def follow(self, kept: Kept, entry: events.Entry | None = None) -> None:
+        """The last call of the pass has come when ``kept`` has; a device says so itself.
+
+        Without ``entry`` it is that of the last bucket.
+        """
+        if entry is None and self._notes:
+            entry = self._notes[-1].call
+        if entry is not None and not kept.is_completed():
+            kept.entry, entry.work, entry.finished = entry, weakref.ref(kept), 0
 
     def forward_begins(self) -> None:
         """A step begins."""

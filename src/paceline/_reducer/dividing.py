@@ -15,9 +15,15 @@ from torch import Tensor
 
 from .._torch import foreach
 from .._torch.kernels import Kernel, compiled
+from .._torch.tensors import values_of
 from .bucket import Bucket
 
 FIXED = 4  # numbers at the start of a header: weight, trouble, late, weighted
+
+
+def trouble_in(memory: Tensor) -> Tensor:
+    """Of a header, the numbers that are above zero where a rank could not go on."""
+    return memory[1 : FIXED - 1]
 
 
 def divisor(memory: Tensor, ranks: int, *, by_active: bool) -> Tensor:
@@ -34,15 +40,21 @@ def divisor(memory: Tensor, ranks: int, *, by_active: bool) -> Tensor:
 
 
 def divide(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """Divide ``tensors`` in place by one number on their device, in at least 32 bits."""
+    """Divide ``tensors`` in place by one number on their device, in at least 32 bits.
+
+    By an infinite one all become zero, also what is not a number.
+    """
     wide = [t for t in tensors if not t.is_sparse and t.dtype.itemsize >= 4]
     if wide:
         foreach.div_(wide, by)
     for tensor in tensors:
         if tensor.is_sparse:
             tensor.div_(by)
-        elif tensor.dtype.itemsize < 4:
+            values_of(tensor).masked_fill_(by.isinf(), 0.0)
+            continue
+        if tensor.dtype.itemsize < 4:
             tensor.copy_(tensor.float().div_(by))
+        tensor.masked_fill_(by.isinf(), 0.0)
 
 
 class Divider:
@@ -102,7 +114,7 @@ extern "C" __global__ void divide(
     long long count = rows[2 * blockIdx.y + 1];
     long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
-        means[i] = means[i] / (MEANS)divisor;
+        means[i] = divisor == INFINITE ? (MEANS)0 : means[i] / (MEANS)divisor;
 }
 """
 

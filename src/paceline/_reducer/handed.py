@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._torch.autograd import NO_TASK, current_task
 from .bucket import Bucket, Phase
+from .dividing import trouble_in
 from .passes import Pass, Role
 
 if TYPE_CHECKING:
@@ -143,14 +144,19 @@ class Handed:
         else:
             self._end_pass()
 
-    def average(self) -> None:
-        """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them."""
+    def average(self) -> Tensor | None:
+        """Complete the pass: the averages are in the buckets, and ``.grad`` is a view of them.
+
+        Returns numbers that are above zero where a rank could not go on, on the device; None if all
+        is known to be well.
+        """
         runner = self.reducer.runner
         runner.handed_task = current_task()
         running = self._running()
         with torch.no_grad():
             runner.finish(tell_end=False)
         self._untold = running
+        return None if running.header is None else trouble_in(running.header)
 
     def graph_ended(self) -> None:
         """Let observers know of the end of the pass that :meth:`average` completed, if it did."""

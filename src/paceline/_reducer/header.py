@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..recorder import events
 from .bucket import Bucket
-from .dividing import FIXED, Divider
+from .dividing import FIXED, Divider, trouble_in
 
 _IDLE = 2.0**-20  # above zero, and too little to count as use
+_UNTOLD = -1.0  # what no header says of weights
 
 
 def length(ranks: int, params: int) -> int:
@@ -112,15 +114,31 @@ def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
             memory.index_fill_(0, where, value)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Kept:
     """What ranks said in a pass, on its way from the device."""
 
+    memory: Tensor  # on the device
     copy: Tensor
     event: torch.cuda.Event | None
     unit: float  # of the weights in it
+    entry: events.Entry | None = None  # the call that has come when it has
     header: Header | None = None  # once somebody has waited for it
     heard: bool = False  # somebody was told if a rank could not go on
+
+    def is_completed(self) -> bool:
+        """Whether the device has got that far.
+
+        Looks at memory: to ask the device would disturb a graph that somebody captures.
+        """
+        return self.event is None or float(self.copy[FIXED - 1]) != _UNTOLD
+
+    def wait(self) -> None:
+        """Until it has."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.entry is not None:
+            self.entry.finished = self.entry.finished or events.now()
 
 
 class Mailbox:
@@ -132,6 +150,7 @@ class Mailbox:
         self._usual = torch.empty(0)  # the header of a pass in which nothing is special
         self._latest: tuple[Tensor, Header] | None = None  # read last: mostly it comes again
         self._kept: Kept | None = None  # of the last pass
+        self.lost: Exception | None = None  # why what comes from the device means nothing any more
         # Where headers land that are read later; each is read before the next one leaves.
         self._landing: tuple[Tensor, torch.cuda.Event | None] = torch.empty(0), None
         self._divider = Divider()
@@ -159,17 +178,20 @@ class Mailbox:
             latest = self._latest = copy, Header.read(memory, ranks)
         return latest[1]
 
-    def keep(self, memory: Tensor, unit: float) -> None:
+    def keep(self, memory: Tensor, unit: float) -> Kept:
         """Let :meth:`earlier` have what the ranks said, once the device has got that far."""
         copy, event = self._landing
         if copy.dtype != memory.dtype or copy.shape != memory.shape:
             copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.is_cuda)
             event = torch.cuda.Event() if memory.is_cuda else None
             self._landing = copy, event
+        if event is not None:
+            copy[FIXED - 1] = _UNTOLD
         copy.copy_(memory, non_blocking=True)
         if event is not None:
             event.record()
-        self._kept = Kept(copy, event, unit)
+        self._kept = Kept(memory, copy, event, unit)
+        return self._kept
 
     def divide(self, buckets: Sequence[Bucket], memory: Tensor, ranks: int) -> None:
         """Divide means as the ranks said, on their device; what they said need not be read."""
@@ -179,10 +201,19 @@ class Mailbox:
         """What was kept of the last pass, with its header; waits for the device."""
         kept = self._kept
         if kept is not None and kept.header is None:
-            if kept.event is not None:
-                kept.event.synchronize()
+            kept.wait()
+            if self.lost is not None:
+                raise self.lost
             kept.header = self._parsed(kept.copy, ranks)
         return kept
+
+    def unread(self) -> Tensor | None:
+        """Numbers that are above zero where a rank could not go on in the last pass, on the device.
+
+        None if that is known: nobody could not, or somebody was told.
+        """
+        kept = self._kept
+        return None if kept is None or kept.heard else trouble_in(kept.memory)
 
     def has_failed(self, ranks: int) -> bool:
         """Whether a rank could not go on in the last pass and nobody was told; waits as well."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch.autograd import call_after_backward, current_task
 from ..errors import PacelineError, PeerError, UnweighableError
 from ..groups import ReduceOp
+from . import messages
 from .closing import PassClosing
 from .filling import Filling
 from .header import Header
@@ -199,8 +200,10 @@ class Runner:
 
     def hear(self) -> None:
         """Raise if a rank could not go on in the last pass and this is not known; may wait."""
-        if self._of.mailbox.has_failed(self._of.group.size()):
-            raise PeerError(self._of.group.rank(), {}, "in the last pass")
+        of = self._of
+        if of.mailbox.has_failed(of.group.size()):
+            said = messages.left(of.group, of.diary.model, self.passes - 1)
+            raise PeerError(of.group.rank(), said, "in the last pass")
 
     def _agree_on_unit(self) -> None:
         ledger = self._of.ledger

@@ -13,6 +13,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -98,6 +99,14 @@ def uses_inductor() -> bool:
         inner = getattr(compiler, "_torchdynamo_orig_backend", None)
         compiler = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
     return False
+
+
+def compiler_of(backend: Any, options: dict[str, Any] | None) -> Callable[[Any, Any], Any]:
+    """What ``torch.compile(backend=..., options=...)`` would build code with."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiler: Any = lookup_backend(backend)  # also of one that is a function already
+    return compiler if options is None else partial(compiler, config_patches=options)  # Inductor
 
 
 def hear_of_compilations(begins: Callable[[str], None], ends: Callable[[str], None]) -> None:

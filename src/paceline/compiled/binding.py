@@ -35,6 +35,7 @@ class Binding:
         self.layout: StepLayout | None = None
         self._whole: Callable[..., Any] | None = None
         self._gathering: Callable[..., Any] | None = None
+        self._in_trouble: Tensor | None = None  # where a graph leaves whether a rank was
         self._seen: tuple[object, ...] = ()  # what all of that was made from
         self.look()
 
@@ -57,6 +58,7 @@ class Binding:
         return (
             self._wire.buffers() if self.layout.launches else [],
             self._wire.number,
+            self._trouble(),
             self._held(),
             [found.state for found in self.classes],
             self._hyperparameters(),
@@ -71,9 +73,23 @@ class Binding:
             )
         return self._gathering
 
+    def lasting(self) -> list[Tensor]:
+        """What the function is given in every step, in memory that stays where it is."""
+        state = (t for found in self.classes for tensors in found.state.values() for t in tensors)
+        reducer = self._wire.reducer
+        buckets = [bucket.buffer for bucket in reducer.buckets] if reducer.averages else []
+        return [*self.params, *state, *self._wire.module.buffers(), *buckets, self._trouble()]
+
+    def _trouble(self) -> Tensor:
+        device = self.params[0].device
+        if self._in_trouble is None or self._in_trouble.device != device:
+            self._in_trouble = torch.zeros(2, device=device)
+        return self._in_trouble
+
     def _hyperparameters(self) -> Tensor:
-        """What the classes need to know in this step, a row for each."""
+        """What the classes need to know in this step, a row for each; then to change nothing."""
         rows = [updates.hyperparameters_of(self._optimizer, found) for found in self.classes]
+        rows += [updates.idle(found.kind) for found in self.classes]
         device = self.params[0].device
         # From memory that is not pinned, a copy waits for all that the GPU has yet to do.
         rows_here = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")

@@ -54,16 +54,18 @@ def write(
 ) -> Callable[..., Any]:
     """The function of a whole step: forward, backward, averages, clipping and update.
 
-    It takes the buckets' memory, the wire, gradients that were gathered and are not averaged, by
-    slot, the classes' state and hyperparameters, and the batch. It returns the loss, the norm of
-    all gradients if they are clipped, those gradients that are not averaged, and for each slot
-    whether this rank's graph reached the parameter.
+    It takes the buckets' memory, the wire, memory for whether a rank was in trouble, gradients that
+    were gathered and are not averaged, by slot, the classes' state, hyperparameters (a row for each
+    class, and then those of a step that changes nothing), and the batch. It returns the loss, the
+    norm of all gradients if they are clipped, those gradients that are not averaged, and for each
+    slot whether this rank's graph reached the parameter.
     """
     differentiate = _backward_of(module, loss_fn, params, layout.autocast)
 
     def whole(
         buffers: Tensors,
         wire: Tensor,
+        trouble: Tensor,
         held: list[Tensor | None],
         states: list[dict[str, Tensors]],
         hyperparameters: Tensor,
@@ -71,12 +73,15 @@ def write(
     ) -> tuple[Any, ...]:
         loss, fresh = differentiate(*batch)
         local = [_sum(grad, held[slot]) if held else grad for slot, grad in enumerate(fresh)]
-        grads = _averaged(layout, buffers, wire, local) if layout.launches else list(local)
+        grads, rows = list(local), hyperparameters
+        if layout.launches:
+            grads = _averaged(layout, buffers, wire, trouble, local)
+            rows = _unless_in_trouble(trouble, hyperparameters) if layout.classes else rows
         norm = None
         if layout.max_norm is not None:
             norm = _clip(grads, layout.max_norm)
         for row, (kind, slots) in enumerate(layout.classes):
-            _update(kind, slots, params, grads, local, states[row], hyperparameters[row])
+            _update(kind, slots, params, grads, local, states[row], rows[row])
         used = tuple([grad is not None for grad in local])
         kept = [
             grad if place is None else None
@@ -132,7 +137,11 @@ def _sum(grad: Tensor | None, held: Tensor | None) -> Tensor | None:
 
 
 def _averaged(
-    layout: StepLayout, buffers: Tensors, wire: Tensor, local: Sequence[Tensor | None]
+    layout: StepLayout,
+    buffers: Tensors,
+    wire: Tensor,
+    trouble: Tensor,
+    local: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     tickets = []
     for row in layout.launches:
@@ -140,11 +149,20 @@ def _averaged(
         if here:
             grads = [local[slot] for slot in here]
             tickets.append(torch.ops.paceline.launch(grads, here, wire))
-    torch.ops.paceline.settle(buffers, tickets, wire)
+    torch.ops.paceline.settle(buffers, trouble, tickets, wire)
     return [
         local[slot] if place is None else place.read(buffers)
         for slot, place in enumerate(layout.places)
     ]
+
+
+def _unless_in_trouble(trouble: Tensor, rows: Tensor) -> Tensor:
+    """The first half of ``rows``; where a rank was in trouble the second, which changes nothing.
+
+    A device gets there before the host knows, and half a gradient must not be stepped with.
+    """
+    usual, idle = rows.chunk(2)
+    return torch.where((trouble > 0).any(), idle, usual)
 
 
 def _clip(grads: list[Tensor | None], max_norm: float) -> Tensor:

@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from .._torch import dynamo, foreach, optim
 from .._torch.nn import backward_hooks, backward_pre_hooks
 from ..ddp import DistributedDataParallel
-from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError, NotCapturedError
 from . import graph_passes, program, reasons, step_plan, updates
 from .binding import Binding
 from .explain import Schedule
 from .module_hooks import keep_hooks
 from .program import Loss
+from .replay import Replays
 from .settings import Settings
 from .turns import Turns
 from .wire import wire_of
@@ -76,11 +77,26 @@ class Step:
         self._binding = Binding(self._wire, optimizer, loss_fn, settings)
         self._turns = Turns(ddp, settings.compile_timeout)
         self._modules = list(ddp.module.modules())
+        self.replays = self._make_replays()
         self._tracing = dynamo.tracing_backward()
         if self._binding.unfit:
             self._tell("the optimizer steps in eager mode", self._binding.unfit)
         if reason := reasons.never(ddp) or reasons.unbuildable(ddp, settings.backend):
             self._fall_back(reason)
+
+    def _make_replays(self) -> Replays | None:
+        """Steps as CUDA graphs, unless there cannot or should not be any."""
+        graph, settings = self.settings.graph, self.settings
+        reason = ""
+        if self.ddp.device_type != "cuda":
+            reason = f"the model is on {self.ddp.device_type}"
+        elif settings.accumulate != 1:
+            reason = "several calls are one step of the optimizer"
+        if graph and reason:
+            raise NotCapturedError(self._wire.rank, reason)
+        if graph is False or reason:
+            return None
+        return Replays(self._wire, self._binding, asked=bool(graph))
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -157,6 +173,8 @@ class Step:
     def _compiled_step(self, inputs: Sequence[Any]) -> Tensor:
         binding = self._binding
         binding.settle()
+        if self.replays is not None:
+            self.replays.prepare()
         loss: Tensor
         loss, self.grad_norm, kept, used = self._run(
             binding.whole(self._compile), *binding.arguments(), *inputs
@@ -180,15 +198,18 @@ class Step:
         return loss
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        settings = self.settings
+        settings, backend = self.settings, self.settings.backend
         options = None
-        if settings.backend == "inductor":
+        if backend == "inductor":
             options = graph_passes.inductor_options(settings.options)
+        if self.replays is not None:
+            backend = self.replays.backend(dynamo.compiler_of(backend, options))
+            options = None
         return torch.compile(
             function,
             fullgraph=True,
             dynamic=settings.dynamic,
-            backend=settings.backend,
+            backend=backend,
             options=options,
         )
 

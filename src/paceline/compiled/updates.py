@@ -176,6 +176,16 @@ def hyperparameters_of(optimizer: Optimizer, found: Class) -> list[float]:
     ]
 
 
+def idle(kind: Kind) -> list[float]:
+    """What :func:`hyperparameters_of` would say of a step that leaves parameters and state alone.
+
+    For gradients that are zero.
+    """
+    if kind.name == "sgd":
+        return [0.0, 0.0, 1.0, 0.0]
+    return [0.0, 1.0 if kind.decoupled else 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+
+
 def count_step(classes: Sequence[Class], used: Sequence[bool]) -> None:
     """One more step, of the parameters that were used."""
     for found in classes:

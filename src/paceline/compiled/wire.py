@@ -11,15 +11,16 @@ Which wrapper is meant is a number in a tensor, ``wire``, that the graph is give
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from .._reducer import Reducer
+from .._reducer import Reducer, RepeatedExchange
 from .._torch.dynamo import in_compiled_autograd
 from ..ddp import DistributedDataParallel, wrapper_numbered
 from ..errors import ModuleStateError
@@ -35,6 +36,7 @@ class Wire:
         self._ddp = weakref.ref(ddp)
         self._first: Callable[[], None] = _nothing  # called before anything is sent
         self._gathered: dict[int, Tensor] = {}  # gradients of a pass that is not averaged
+        self._captured: RepeatedExchange | None = None  # of a CUDA graph that is being captured
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -96,15 +98,40 @@ class Wire:
 
     def launch(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Hand gradients over."""
+        if self._captured is not None:
+            self._captured.take(indices, grads)
+            return
         self._say_first()
         self.reducer.handed.take(indices, grads)
 
-    def settle(self, given: Sequence[Tensor]) -> None:
-        """Wait for the averages, and see to it that ``given`` holds them."""
+    def settle(self, given: Sequence[Tensor], trouble: Tensor) -> None:
+        """Wait for the averages, and see to it that ``given`` holds them.
+
+        ``trouble`` is above zero from then on where a rank could not go on.
+        """
+        if self._captured is not None:
+            self._captured.settle()
+            trouble.copy_(self._captured.trouble)
+            return
         self._say_first()
         own = self.buffers()
-        self.reducer.handed.average()
+        said = self.reducer.handed.average()
         _fill(given, own)
+        if said is None:  # it has been read, and all is well
+            trouble.zero_()
+        else:
+            trouble.copy_(said)
+
+    @contextlib.contextmanager
+    def captured_into(self, exchange: RepeatedExchange | None) -> Iterator[None]:
+        """Within it a graph is captured: nothing is sent, ``exchange`` learns what will be."""
+        if exchange is not None:
+            exchange.begin()
+        self._captured = exchange
+        try:
+            yield
+        finally:
+            self._captured = None
 
     def _say_first(self) -> None:
         first, self._first = self._first, _nothing
@@ -167,8 +194,10 @@ def _launch(grads: Sequence[Tensor], indices: Sequence[int], wire: Tensor) -> Te
     return torch.empty((), dtype=torch.int64)
 
 
-def _settle(buffers: Sequence[Tensor], _tickets: Sequence[Tensor], wire: Tensor) -> None:
-    wire_numbered(wire).settle(buffers)
+def _settle(
+    buffers: Sequence[Tensor], trouble: Tensor, _tickets: Sequence[Tensor], wire: Tensor
+) -> None:
+    wire_numbered(wire).settle(buffers, trouble)
 
 
 def _before_forward(buffers: Sequence[Tensor], trains: bool, alone: bool, wire: Tensor) -> None:
@@ -204,7 +233,12 @@ def _nothing(*_: object) -> None:
 _GIVE = "(Tensor[] grads, int[] indices, Tensor wire) -> Tensor"
 _OPERATORS: tuple[tuple[str, str, Callable[..., object], Callable[..., object]], ...] = (
     ("launch", _GIVE, _launch, _a_ticket),
-    ("settle", "(Tensor(a!)[] buffers, Tensor[] tickets, Tensor wire) -> ()", _settle, _nothing),
+    (
+        "settle",
+        "(Tensor(a!)[] buffers, Tensor(b!) trouble, Tensor[] tickets, Tensor wire) -> ()",
+        _settle,
+        _nothing,
+    ),
     (
         "before_forward",
         "(Tensor(a!)[] buffers, bool trains, bool alone, Tensor wire) -> ()",

@@ -2,8 +2,12 @@
 
 On a device headers are read a pass later, so that ranks do not stop (``_reducer/header.py``). After
 the last pass there is no later one. So a state dict, of the wrapper or of its module, the end of
-the group and optimizers of ours, which step together with those of other ranks, ask first, and
-raise what another rank said. The end of the group asks also for a wrapper that is no more.
+the group and optimizers ask first, and raise what another rank said. The end of the group asks also
+for a wrapper that is no more.
+
+An optimizer must not step with what is no average. A fused one is told so on the device, where it
+leaves all as it is, and nobody waits; the next pass raises. Before any other one steps, the header
+is awaited.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .._reducer import look_before_steps, steps
+from .._torch.optim import can_skip, skip_where
 from ..errors import PeerError
 
 if TYPE_CHECKING:
@@ -56,10 +61,17 @@ def follow(replica: Replica) -> None:
 
 
 def _ask_before_step(replica: Replica, optimizer: Optimizer) -> None:
-    if getattr(optimizer, "asks_first", False):  # it is one of ours, and others step with it
-        its = steps(optimizer)
-        if any(id(param) in its for param in replica.reducer.params):
-            replica.hear()
+    trouble = replica.reducer.mailbox.unread()
+    if trouble is None and not replica.companions:
+        return
+    its = steps(optimizer)
+    if not any(id(param) in its for param in replica.reducer.params):
+        return
+    waits = getattr(optimizer, "asks_first", False)  # it is one of ours, and others step with it
+    if trouble is None or waits or not can_skip(optimizer):
+        replica.hear()
+    else:
+        skip_where(optimizer, (trouble > 0).any().float())
 
 
 def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:

@@ -76,6 +76,7 @@
     ├── RoundsStateError           a state dict of another LocalSGD or DiLoCo   (ValueError)
     ├── HookRefusedError           a module's hook that a graph cannot honour   (RuntimeError)
     ├── HookResultError            …or that returned what it cannot use         (RuntimeError)
+    ├── NotCapturedError           a step that cannot be one CUDA graph         (RuntimeError)
     ├── NotPlannedError            a schedule that cannot be foreseen           (RuntimeError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
@@ -96,7 +97,7 @@ The fields hold the facts, so that code need not read prose, and they survive pi
 
 from .base import ExplainedError, PacelineError
 from .cli import LaunchCountError, LaunchError, PortTakenError
-from .compiled import HookRefusedError, HookResultError, NotPlannedError
+from .compiled import HookRefusedError, HookResultError, NotCapturedError, NotPlannedError
 from .data import (
     DatasetChangedError,
     LoaderArgumentError,
@@ -229,6 +230,7 @@ __all__ = [
     "MonitoredBarrierError",
     "NestedJoinError",
     "NotANumberError",
+    "NotCapturedError",
     "NotJoinableError",
     "NotPlannedError",
     "OptimizerArgumentError",

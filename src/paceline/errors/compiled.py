@@ -47,3 +47,18 @@ class NotPlannedError(PacelineError, RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.problem} {self.remedy}"
+
+
+@dataclass(eq=False)
+class NotCapturedError(PacelineError, RuntimeError):
+    """A step cannot be one CUDA graph, and that was asked for."""
+
+    rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: train_step(graph=True): {self.reason}, so the step cannot be one "
+            "CUDA graph. The other ranks are told so in their step. Leave graph out: then steps "
+            "are replayed where they can be, and done without a graph where not."
+        )

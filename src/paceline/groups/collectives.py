@@ -23,6 +23,7 @@ from torch.distributed import Work as TorchWork
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveArgumentError
+from ..recorder import events
 from .calling import CallMaking, Op, Timeout
 from .dense import make_dense
 from .engine import Call, Kind, reduction_of
@@ -132,6 +133,39 @@ class Collectives(CallMaking):
             return self._start(call, None if self.board is None else self.board.begin(call, nbytes))
 
         return start
+
+    def captured_all_reduce(
+        self, tensor: Tensor, op: Op = ReduceOp.SUM
+    ) -> tuple[TorchWork, Callable[[], events.Entry | None]]:
+        """Start an all-reduce in a CUDA graph that is being captured: nothing is sent by it.
+
+        The function beside the work is for whoever replays the graph: called with each replay, it
+        counts and records the call that the replay makes, and returns the record.
+        """
+        tensors, reduction = (tensor,), reduction_of(op)
+        call = Call("all_reduce", tensors, tensors, reduction, timeout=self._timeout)
+        self._checker.check(call)
+        nbytes = call.nbytes
+
+        def note() -> events.Entry | None:
+            call.sequence = next(self._sequence)
+            self.traffic.note("all_reduce", nbytes)
+            if self.board is None:
+                return None
+            entry = self.board.begin(call, nbytes)
+            entry.finished = events.now()
+            return entry
+
+        return self._engine.start(call), note
+
+    @property
+    def refuses_capture(self) -> str:
+        """Why calls cannot be part of a CUDA graph; empty if they can."""
+        if not self._engine.capabilities.capturable:
+            return f"calls over {self._engine.capabilities.backend} cannot be captured"
+        if self._hooks:
+            return "the group has hooks, which are called with each call"
+        return "the group checks each call beforehand" if self._strict else ""
 
     def all_reduce_coalesced(
         self,

@@ -125,6 +125,9 @@ class Capabilities:
     averages: bool = False
     """It divides by the number of ranks while it adds."""
 
+    capturable: bool = False
+    """Its calls can be part of a CUDA graph, and are made again with each replay."""
+
     peers: bool = True
     """Other ranks take part. Without them nobody is waited for, nothing is moved or watched, and
     tensors need no memory."""

@@ -73,6 +73,7 @@ class NcclEngine(TorchEngine):
             devices=frozenset({device.type}),
             abortable=True,
             averages=True,
+            capturable=True,
             may_crash_on_mismatch=False,
             found_by_torch=True,
         )

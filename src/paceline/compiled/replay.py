@@ -1,0 +1,262 @@
+"""Replays: a compiled step as one CUDA graph, captured once and started again for each batch.
+
+Where the GPU is done with a step before Python has launched its kernels, a step takes as long as
+the launching. A CUDA graph is launched by one call. What is captured is what the compiler made of a
+whole step: forward, backward, the exchange (``_reducer/repeated.py``), clipping and the optimizer.
+
+The graph stands behind Dynamo's guards, as a backend does that Dynamo calls: whatever makes Dynamo
+compile anew (a module in another mode, another number in the loss) leads to another graph. What a
+graph is given lies in memory that stays where it is: parameters, buffers, the optimizer's state and
+the buckets do so anyway, and are checked; everything else is copied there before each replay.
+Random numbers go on from replay to replay, since torch counts them for each.
+
+A step that a graph cannot be, or not now, is done without; the other ranks notice nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._reducer import RepeatedExchange, is_usual, obstacle_to_replays
+from ..errors import NotCapturedError
+from .binding import Binding
+from .wire import Wire
+
+log = logging.getLogger("paceline.compiled")
+
+WARM_UP = 3  # steps without a graph before the first with one; the last of them are timed
+TRIAL = 4  # replays that are timed, where the graph has to show that it pays
+PAYS = 0.95  # it does if a replay takes less of a step without
+GRAPHS = 4  # kept for each program: one for each shape of a batch, the latest used
+
+Compiled = Callable[..., Any]
+Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+
+class Replays:
+    """The graphs of one step."""
+
+    def __init__(
+        self, wire: Wire, binding: Binding, *, asked: bool, capture: Capture | None = None
+    ) -> None:
+        self.wire, self.binding, self.asked = wire, binding, asked
+        self.capture = capture or CudaCapture()
+        self.count = 0  # steps that were replays
+        self.reason = ""  # why there are none
+        self._now = False  # the step that comes may be one
+
+    def prepare(self) -> None:
+        """Look whether the step that comes may be a replay."""
+        reducer = self.wire.reducer
+        if not self.reason:
+            self._refuse(obstacle_to_replays(reducer))
+        self._now = not self.reason and is_usual(reducer)
+
+    def _refuse(self, reason: str) -> None:
+        if reason and self.asked:
+            raise NotCapturedError(self.wire.rank, reason)
+        self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Replay nothing from now on, if there is a reason."""
+        self.reason = reason
+        if reason:
+            log.info("rank %d: train_step: no CUDA graph: %s", self.wire.rank, reason)
+
+    def backend(self, compiler: Callable[..., Compiled]) -> Callable[..., Compiled]:
+        """What Dynamo is given instead of ``compiler``."""
+
+        def compile_(graph: Any, inputs: Any) -> Compiled:
+            return Replayer(self, compiler(graph, inputs))
+
+        return compile_
+
+    @property
+    def now(self) -> bool:
+        """Whether the step that runs may be a replay."""
+        return self._now and not self.reason
+
+    def is_weighted(self) -> bool:
+        """Whether this rank's gradients count by a weight."""
+        ledger = self.wire.reducer.ledger
+        return ledger.weighs or ledger.unit != 1.0
+
+    def refused(self, error: Exception) -> None:
+        """A capture has failed."""
+        reason = error.reason if isinstance(error, NotCapturedError) else str(error)
+        if self.asked:
+            raise NotCapturedError(self.wire.rank, reason) from error
+        self.give_up(reason)
+
+
+class Replayer:
+    """What one program of the compiler's became; called as the program is."""
+
+    def __init__(self, owner: Replays, run: Compiled) -> None:
+        self._owner, self._run = owner, run
+        self._graphs: OrderedDict[object, StepGraph] = OrderedDict()  # by what is copied in
+        self._runs: Counter[object] = Counter()
+        self._trials: dict[object, Trial] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        owner = self._owner
+        if not owner.now:
+            return self._run(*arguments)
+        lasting = {t.data_ptr() for t in owner.binding.lasting()}
+        key = (owner.is_weighted(), *(_key_of(given, lasting) for given in arguments))
+        trial = self._trials.setdefault(key, Trial())
+        graph = self._graphs.get(key)
+        if graph is None or not graph.fits(arguments):
+            self._runs[key] += 1
+            if self._runs[key] <= WARM_UP:
+                return trial.time(trial.without, lambda: self._run(*arguments))
+            graph = self._capture(key, arguments, lasting)
+            if graph is None:
+                return self._run(*arguments)
+        self._graphs.move_to_end(key)
+        owner.count += 1
+        if owner.asked:
+            return graph.replay(arguments)
+        results = trial.time(trial.replays, lambda: graph.replay(arguments))
+        if reason := trial.objection():
+            self._graphs.clear()
+            owner.give_up(reason)
+        return results
+
+    def _capture(
+        self, key: object, arguments: Sequence[Any], lasting: set[int]
+    ) -> StepGraph | None:
+        self._graphs.pop(key, None)
+        while len(self._graphs) >= GRAPHS:
+            self._graphs.popitem(last=False)
+        try:
+            self._graphs[key] = StepGraph(self._owner, self._run, arguments, lasting)
+        except (NotCapturedError, RuntimeError) as error:
+            self._owner.refused(error)
+        return self._graphs.get(key)
+
+
+def _key_of(given: Any, lasting: set[int]) -> object:
+    if not isinstance(given, Tensor):
+        return given
+    if given.data_ptr() in lasting:
+        return None
+    return given.shape, given.stride(), given.dtype, given.device
+
+
+class StepGraph:
+    """One graph, and the memory that it reads its inputs from."""
+
+    def __init__(
+        self, owner: Replays, run: Compiled, arguments: Sequence[Any], lasting: set[int]
+    ) -> None:
+        wire = owner.wire
+        self._exchange: RepeatedExchange | None = None
+        if wire.reducer.averages:
+            keep = owner.binding.layout is not None and owner.binding.layout.keep
+            weighted = owner.is_weighted()
+            self._exchange = RepeatedExchange(wire.reducer, weighted=weighted, keep=keep)
+        self._given: list[Any] = [_own(given, lasting, wire) for given in arguments]
+        self._lasts = [
+            given is own and isinstance(given, Tensor)
+            for given, own in zip(arguments, self._given, strict=True)
+        ]
+        self._places = self._places_of(arguments)
+        with wire.captured_into(self._exchange):
+            self._start, self._results = owner.capture(lambda: run(*self._given))
+
+    def _places_of(self, arguments: Sequence[Any]) -> list[int]:
+        pairs = zip(arguments, self._lasts, strict=True)
+        return [given.data_ptr() for given, lasts in pairs if lasts]
+
+    def fits(self, arguments: Sequence[Any]) -> bool:
+        """Whether all that should lie where it lay does so."""
+        return self._places_of(arguments) == self._places
+
+    def replay(self, arguments: Sequence[Any]) -> Any:
+        """Do the step for these arguments; returns what the program would."""
+        for own, given, lasts in zip(self._given, arguments, self._lasts, strict=True):
+            if isinstance(own, Tensor) and not lasts:
+                own.copy_(given, non_blocking=True)
+        if self._exchange is not None:
+            self._exchange.announce()
+        self._start()
+        results = [r.clone() if isinstance(r, Tensor) else r for r in self._results]
+        if self._exchange is not None:
+            self._exchange.conclude()
+        return type(self._results)(results)
+
+
+def _own(given: Any, lasting: set[int], wire: Wire) -> Any:
+    """Memory for an argument that changes from step to step; others as they are."""
+    if not isinstance(given, Tensor) or given is wire.number or given.data_ptr() in lasting:
+        return given
+    if given.device != wire.reducer.params[0].device:
+        raise NotCapturedError(wire.rank, f"a tensor that the step reads is on {given.device}")
+    if 0 in given.stride() and given.numel() > 1:
+        raise NotCapturedError(wire.rank, "an input is an expanded tensor")
+    own = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+    return own.copy_(given)
+
+
+class CudaCapture:
+    """Captures what a function does on the GPU; graphs that never run at once share memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What starts the graph, and where the function's results will be."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of torch's may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = function()
+        return graph.replay, results
+
+
+Times = list[tuple[Any, Any]]  # events before and behind
+
+
+@dataclass
+class Trial:
+    """Does a graph pay? Steps without and with it, timed on the GPU."""
+
+    without: Times = field(default_factory=list)
+    replays: Times = field(default_factory=list)
+
+    def time(self, times: Times, step: Callable[[], Any]) -> Any:
+        """Do it, and note how long it takes the GPU, until enough is known."""
+        if len(times) >= TRIAL or not torch.cuda.is_available():
+            return step()
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        result = step()
+        behind.record()
+        times.append((before, behind))
+        return result
+
+    def objection(self) -> str:
+        """What speaks against the graph, once enough is known."""
+        if len(self.replays) != TRIAL:
+            return ""
+        # The first of each are not counted: code is compiled, memory is cold.
+        without, replay = (_median(times[1:]) for times in (self.without, self.replays))
+        self.replays.append(self.replays[-1])  # asked once
+        if replay < PAYS * without:
+            return ""
+        return f"a replay takes {replay:.1f} ms, a step without {without:.1f}"
+
+
+def _median(times: Times) -> float:
+    times[-1][1].synchronize()
+    return float(statistics.median(before.elapsed_time(behind) for before, behind in times))

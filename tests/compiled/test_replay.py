@@ -1,0 +1,236 @@
+"""Replayed steps, on one rank and without a GPU: a graph is a function that is called again.
+
+What CUDA makes of it is seen in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import paceline
+from paceline import DistributedDataParallel as DDP
+from paceline import Group
+from paceline.compiled import Step, train_step
+from paceline.compiled.replay import WARM_UP, Replays
+from paceline.compiled.wire import Wire
+from paceline.errors import NotCapturedError
+from paceline.groups.collectives import Collectives
+
+
+class CalledAgain:
+    """A capture that runs nothing, and a replay that runs what was captured."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.captured = 0
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        exchange = self._wire._captured
+        results: list[Any] = []
+        self.captured += 1
+
+        def start() -> None:
+            with self._wire.captured_into(exchange):
+                results[:] = function()
+
+        return start, results
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.setenv("PACELINE_SKIP_ALONE", "0")
+    monkeypatch.setattr(Collectives, "refuses_capture", "")
+    torch._dynamo.reset()
+    with paceline.new_group("gloo", store=dist.HashStore(), rank=0, world_size=1) as opened:
+        yield opened
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def replayed(group: Group, *, asked: bool = True, **options: Any) -> Step:
+    ddp = DDP(net(), process_group=group)
+    ddp.replica.reducer.read_late()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    step = train_step(ddp, optimizer, loss_of, backend="aot_eager", **options)
+    wire = step._wire
+    step.replays = Replays(wire, step._binding, asked=asked, capture=CalledAgain(wire))
+    return step
+
+
+def eager(batches: list[Tensor], rates: list[float]) -> list[Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, rate in zip(batches, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def batches(count: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(5, 4) for _ in range(count)]
+
+
+def test_replayed_steps_are_those_of_eager_mode_with_a_learning_rate_that_changes(
+    group: Group,
+) -> None:
+    step, rates = replayed(group), [0.1 / (n + 1) for n in range(8)]
+    for x, rate in zip(batches(8), rates, strict=True):
+        step.optimizer.param_groups[0]["lr"] = rate
+        step(x)
+    assert step.replays is not None
+    assert step.replays.count == 8 - WARM_UP
+    torch.testing.assert_close(list(step.ddp.module.parameters()), eager(batches(8), rates))
+
+
+def train(step: Step, given: list[Tensor], **options: Any) -> list[Tensor]:
+    return [step(x, **options) for x in given]
+
+
+def test_a_loss_keeps_its_value_when_the_next_step_is_replayed(group: Group) -> None:
+    step = replayed(group)
+    losses = train(step, batches(8))
+    values = [float(loss) for loss in losses]
+    assert len(set(values)) == len(values)
+    assert losses[-1].data_ptr() != losses[-2].data_ptr()
+
+
+def test_weights_that_change_are_in_each_replay(group: Group) -> None:
+    step, plain = replayed(group), replayed(group)
+    for number, x in enumerate(batches(8)):
+        step(x, samples=float(number + 1))
+        plain(x)
+    assert step.replays is not None
+    assert step.replays.count == 8 - WARM_UP
+    torch.testing.assert_close(
+        list(step.ddp.module.parameters()), list(plain.ddp.module.parameters())
+    )
+
+
+def test_a_module_in_another_mode_is_another_graph(group: Group) -> None:
+    step = replayed(group)
+    inner = step.ddp.module
+    inner.append(nn.Dropout(0.5))
+    train(step, batches(6))
+    step.ddp.eval()
+    x = batches(1)[0]
+    expected = loss_of(inner, x).item()
+    assert step(x).item() == pytest.approx(expected)
+    assert step.replays is not None
+    assert step.replays.count == 6 - WARM_UP
+
+
+def test_batches_of_several_shapes_have_a_graph_each(group: Group) -> None:
+    step = replayed(group, dynamic=True)
+    given = [torch.randn(rows, 4) for rows in (5, 7) * 6]
+    train(step, given)
+    assert step.replays is not None
+    assert step.replays.capture.captured == 2
+    torch.testing.assert_close(list(step.ddp.module.parameters()), eager(given, [0.1] * len(given)))
+
+
+def test_memory_that_moved_is_captured_anew(group: Group) -> None:
+    step = replayed(group)
+    train(step, batches(6))
+    layer = step.ddp.module[0]
+    with torch.no_grad():
+        layer.weight.data = layer.weight.data.clone()
+    given = batches(8)[6:]
+    train(step, given)
+    assert step.replays is not None
+    assert step.replays.capture.captured == 2
+    torch.testing.assert_close(list(step.ddp.module.parameters()), eager(batches(8), [0.1] * 8))
+
+
+def test_a_pass_that_was_gathered_is_not_replayed_and_counts(group: Group) -> None:
+    step = replayed(group)
+    train(step, batches(6))
+    assert step.replays is not None
+    before = step.replays.count
+    step.ddp.replica.reducer.ledger.plain = 1  # as if a pass had been kept back
+    train(step, batches(7)[6:])
+    assert step.replays.count == before
+
+
+def test_what_a_replay_averaged_is_kept_if_asked(group: Group) -> None:
+    step = replayed(group, keep_grads=True)
+    train(step, batches(6))
+    model = net()
+    for p, q in zip(model.parameters(), step.ddp.module.parameters(), strict=True):
+        p.data.copy_(q)
+    loss_of(model, batches(7)[6]).backward()
+    step(batches(7)[6])
+    for p, q in zip(model.parameters(), step.ddp.module.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_the_recorder_has_the_calls_of_a_replay(group: Group) -> None:
+    step, board = replayed(group), group.board
+    assert board is not None
+    made = []
+    for x in batches(WARM_UP + 2):
+        before = board.made
+        step(x)
+        made.append(board.made - before)
+    assert step.replays is not None
+    assert step.replays.count == 2
+    assert made[-1] == made[-2] == made[WARM_UP - 1] > 0
+
+
+# What cannot be.
+
+
+def test_a_graph_for_a_model_on_the_cpu_is_refused_by_name(group: Group) -> None:
+    ddp = DDP(net(), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(NotCapturedError, match="the model is on cpu"):
+        train_step(ddp, optimizer, loss_of, graph=True)
+    assert train_step(ddp, optimizer, loss_of).replays is None
+
+
+def test_a_communication_hook_is_named_where_a_graph_was_asked_for(group: Group) -> None:
+    step = replayed(group)
+    step.ddp.register_comm_hook(group, paceline.hooks.allreduce_hook)
+    with pytest.raises(NotCapturedError, match="a communication hook averages the gradients"):
+        step(batches(1)[0])
+    other = replayed(group, asked=False)
+    other.ddp.register_comm_hook(group, paceline.hooks.allreduce_hook)
+    train(other, batches(6))
+    assert other.replays is not None
+    assert other.replays.count == 0
+    assert other.replays.reason == "a communication hook averages the gradients"
+
+
+def test_a_parameter_without_a_gradient_is_named(group: Group) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    ddp = DDP(Partly(), process_group=group)
+    ddp.replica.reducer.read_late()
+    partly = train_step(
+        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), loss_of, backend="aot_eager"
+    )
+    wire = partly._wire
+    partly.replays = Replays(wire, partly._binding, asked=True, capture=CalledAgain(wire))
+    with pytest.raises(NotCapturedError, match=r"no gradient comes to unused\."):
+        train(partly, batches(6))
