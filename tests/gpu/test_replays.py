@@ -1,0 +1,254 @@
+"""Whole steps as one CUDA graph: the bits of the same steps without it, on all ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import DistributedDataParallel as DDP
+from paceline.compiled import Step, train_step
+from paceline.errors import PeerError
+from paceline.testing import Meeting, spawn_ranks
+
+from .machine import Machine, here
+from .scene import Scene, on_ranks
+
+SMALL = 1e-3  # MiB
+STEPS = 9
+DEADLINE = 300.0  # seconds: Inductor compiles, one rank after the other
+BAD = 1  # the rank that fails
+
+
+class Net(nn.Module):
+    """With random numbers, and with buffers that change in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 32), nn.Linear(32, 3)
+        self.norm, self.drop = nn.BatchNorm1d(32), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean()
+
+
+def batch(scene: Scene, step: int, rows: int = 8) -> Tensor:
+    return scene.data(rows, 6, seed=10 * step + scene.rank, dtype=torch.float32)
+
+
+def wrapped(scene: Scene, group: Any = None) -> DDP:
+    torch.manual_seed(0)
+    model = Net().to(scene.device)
+    return DDP(model, process_group=group or scene.group, bucket_cap_mb=SMALL)
+
+
+def adamw(ddp: DDP) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+
+
+def train(
+    scene: Scene, graph: bool, loop: Any, **options: Any
+) -> tuple[list[float], list[Tensor], Step]:
+    """Losses, then weights, buffers and state after some steps, the first seed being the same."""
+    ddp = wrapped(scene)
+    step = train_step(ddp, adamw(ddp), loss_of, graph=graph, **options)
+    torch.manual_seed(5 + scene.rank)
+    losses = [float(loss) for loss in loop(scene, step)]
+    state = [t for s in step.optimizer.state.values() for t in s.values()]
+    assert step.reason == ""
+    return losses, [t.detach().clone() for t in (*ddp.parameters(), *ddp.buffers(), *state)], step
+
+
+def plain(scene: Scene, step: Step) -> list[Tensor]:
+    return [step(batch(scene, number)) for number in range(STEPS)]
+
+
+def scheduled(scene: Scene, step: Step) -> list[Tensor]:
+    losses = []
+    for number in range(STEPS):
+        step.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+        losses.append(step(batch(scene, number)))
+    return losses
+
+
+def weighted(scene: Scene, step: Step) -> list[Tensor]:
+    return [
+        step(batch(scene, number), samples=1 + (number + scene.rank) % 3) for number in range(STEPS)
+    ]
+
+
+def only_one_weighted(scene: Scene, step: Step) -> list[Tensor]:
+    weights = {"samples": 5} if scene.rank == 0 else {}
+    return [step(batch(scene, number), **weights) for number in range(STEPS)]
+
+
+def of_two_sizes(scene: Scene, step: Step) -> list[Tensor]:
+    return [step(batch(scene, number, rows=8 if number % 2 else 5)) for number in range(2 * STEPS)]
+
+
+def evaluated_between(scene: Scene, step: Step) -> list[Tensor]:
+    losses = []
+    for number in range(STEPS + 4):
+        step.ddp.train(number not in (6, 7))
+        losses.append(step(batch(scene, number)))
+    return losses
+
+
+def with_eager_steps_between(scene: Scene, step: Step) -> list[Tensor]:
+    losses = []
+    for number in range(STEPS):
+        if number == 6:
+            step.optimizer.zero_grad()
+            loss = loss_of(step.ddp, batch(scene, number))
+            loss.backward()
+            step.optimizer.step()
+            step.optimizer.zero_grad()
+        else:
+            loss = step(batch(scene, number))
+        losses.append(loss.detach())
+    return losses
+
+
+LOOPS = {
+    function.__name__: function
+    for function in (
+        plain,
+        scheduled,
+        weighted,
+        only_one_weighted,
+        of_two_sizes,
+        evaluated_between,
+        with_eager_steps_between,
+    )
+}
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+@pytest.mark.parametrize("name", LOOPS)
+def test_replayed_steps_have_the_bits_of_steps_that_are_not(scene: Scene, name: str) -> None:
+    expected, weights, _ = train(scene, False, LOOPS[name])
+    found, others, step = train(scene, True, LOOPS[name])
+    assert found == expected
+    assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
+    assert step.replays is not None
+    assert step.replays.count > 2
+    scene.assert_same_bits(list(step.ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": 0.05},
+        {"autocast": torch.bfloat16},
+        {"keep_grads": True},
+        {"backend": "aot_eager"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_so_have_steps_that_do_more(scene: Scene, options: dict[str, Any]) -> None:
+    expected, weights, _ = train(scene, False, plain, **options)
+    found, others, step = train(scene, True, plain, **options)
+    assert found == expected
+    assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
+    assert step.replays is not None
+    assert step.replays.count > 2
+    if "keep_grads" in options:
+        assert all(p.grad is not None and p.grad.any() for p in step.ddp.parameters())
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_dropout_is_another_one_in_each_replay(scene: Scene) -> None:
+    ddp = wrapped(scene)
+    step = train_step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), loss_of, graph=True)
+    ddp.module.norm.momentum = 0.0
+    losses = [float(step(batch(scene, 0))) for _ in range(STEPS)]
+    assert len(set(losses)) == STEPS
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_rank_without_a_graph_takes_part_in_the_same_passes(scene: Scene) -> None:
+    ddp = wrapped(scene)
+    step = train_step(ddp, adamw(ddp), loss_of, graph=scene.rank == 0)
+    for number in range(STEPS):
+        step(batch(scene, number))
+    assert (step.replays is not None and step.replays.count > 2) == (scene.rank == 0)
+    scene.assert_same_bits(list(ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_failure_elsewhere_is_raised_and_nothing_was_stepped(scene: Scene) -> None:
+    with scene.new_group() as group:
+        ddp = wrapped(scene, group)
+        step = train_step(ddp, adamw(ddp), loss_of, graph=True)
+        for number in range(STEPS):
+            step(batch(scene, number))
+        scene.wait()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        if scene.rank == BAD:
+            ddp.replica.forward_failed(ArithmeticError("no luck"))
+        else:
+            step(batch(scene, STEPS))  # its graph has been started before anybody knows
+            scene.wait()
+            assert all(torch.equal(p, q) for p, q in zip(before, ddp.parameters(), strict=True))
+        if scene.rank != BAD:
+            with pytest.raises(PeerError, match="no luck"):
+                step(batch(scene, STEPS + 1))
+        else:
+            step(batch(scene, STEPS + 1))
+        for number in range(2):
+            step(batch(scene, number))
+        scene.assert_same_bits(list(ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_graph_is_kept_only_where_it_pays(scene: Scene) -> None:
+    ddp = wrapped(scene)
+    step = train_step(ddp, adamw(ddp), loss_of)
+    for number in range(2 * STEPS):
+        step(batch(scene, number))
+    assert step.replays is not None
+    assert step.replays.count >= 4
+    scene.assert_same_bits(list(ddp.parameters()))
+
+
+# A rank that does not come back. Processes of their own: what hangs there is not for others.
+
+TIMEOUT = 6  # seconds
+
+
+def _leave(meeting: Meeting, machine: Machine) -> str:
+    """Train until rank 1 is gone; what the others then raise."""
+    with Scene.opened(meeting, machine) as scene:
+        group = scene.new_group(timeout=timedelta(seconds=TIMEOUT))
+        ddp = wrapped(scene, group)
+        step = train_step(ddp, adamw(ddp), loss_of, graph=True)
+        for number in range(STEPS):
+            step(batch(scene, number))
+        scene.wait()
+        if scene.rank == BAD:
+            os._exit(7)
+        try:
+            for number in range(3):
+                step(batch(scene, number))
+                scene.wait()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_rank_that_dies_ends_the_replay_of_the_others() -> None:
+    machine = here()
+    found = spawn_ranks(
+        2, _leave, machine, deadline=180, may_die=[0, 1], env=machine.environment(2)
+    )
+    assert found[0] is None or "rank" in found[0], found
