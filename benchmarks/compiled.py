@@ -3,6 +3,7 @@
     python benchmarks/compiled.py --save results.md          CPU, two ranks, about fifteen minutes
     python benchmarks/compiled.py --quick --only mlp          a rough picture
     python benchmarks/compiled.py --device cuda               one rank over NCCL, GPT-2 (124M)
+    python benchmarks/compiled.py --device cuda --ranks 2 --loads "8x1024;2x256"
 
 **CPU.** In the same two processes, one thread each, all ways take turns in blocks of five steps;
 every round begins with another. torch's ways are over gloo, paceline's over shm:
@@ -19,8 +20,14 @@ what the machine does in a minute does not matter: their median, and in brackets
 first steps, in which everything is compiled, are not counted. torch's best way is the one with the
 lowest median.
 
-**CUDA.** One rank, so there is nobody to wait for: what is left is what a wrapper costs. GPT-2 in
-bfloat16 autocast with fused AdamW; a block is timed between two synchronisations.
+**CUDA.** GPT-2 in bfloat16 autocast with fused AdamW; a block is timed between two
+synchronisations, on the slower rank. On one rank there is nobody to wait for: what is left is what
+a wrapper costs. Several ranks each take a GPU, or share it (see ``step_gpu.py``). More ways take
+part:
+
+- the eager model without a wrapper, and torch's compiled ones with ``mode="reduce-overhead"``;
+- ``train_step(..., graph=True)``;
+- the limit: the compiled step without a wrapper, captured whole in one CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,84 +36,39 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+import compiled_gpu
 import step as steps
 import step_gpu
 import torch
 import torch.distributed as dist
+from compiled_ways import (
+    ALONE,
+    GPU_WAYS,
+    GRAPHED,
+    LIMIT,
+    STEP,
+    TORCH,
+    WAYS,
+    Step,
+    make_step,
+    mode_of,
+    wrap,
+)
 from report import Log, describe_machine, digits, row
 from step import MODELS, Ratio, Times
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import paceline
-from paceline.compiled import train_step
 from paceline.testing import Meeting, spawn_ranks
 
 DEADLINE = 3600.0  # seconds for the ranks of one model
 WARM_UP = 4
 AIM = 0.80  # train_step's time over that of torch's best way, on CPU
 GPU_AIM = 1.01  # over that of the compiled model without a wrapper, on CUDA
-
-ALONE, EAGER = "compiled, no wrapper", "torch DDP"
-SPLIT = "torch DDP + compile, ddp_optimizer"
-PYTHON = "torch DDP + compile, python_reducer"
-WHOLE = "torch DDP + compile, no_optimization"
-OURS, OURS_COMPILED, STEP = "paceline", "torch.compile(paceline)", "paceline train_step"
-WAYS = (ALONE, EAGER, SPLIT, PYTHON, WHOLE, OURS, OURS_COMPILED, STEP)
-TORCH = (EAGER, SPLIT, PYTHON, WHOLE)
-
-Step = Callable[[], None]
-Loss = Callable[..., Tensor]
-
-
-# -- the ways ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def mode_of(way: str) -> Iterator[None]:
-    """Set what torch reads when it makes a wrapper and when it compiles one."""
-    mode = way.rpartition(", ")[2] if way in (SPLIT, PYTHON, WHOLE) else "ddp_optimizer"
-    autograd = way == PYTHON  # that mode needs it
-    with torch._dynamo.config.patch(optimize_ddp=mode, compiled_autograd=autograd):
-        yield
-
-
-def wrap(way: str, model: nn.Module, groups: Callable[[], Any]) -> nn.Module:
-    if way == ALONE:
-        return model
-    if way in TORCH:
-        with mode_of(way):
-            return DistributedDataParallel(model, process_group=dist.new_group())
-    return paceline.DistributedDataParallel(model, process_group=groups())
-
-
-def make_step(
-    way: str, model: Any, optimizer: Any, loss: Loss, batch: Sequence[Tensor], **options: Any
-) -> Step:
-    if way == STEP:
-        compiled = train_step(model, optimizer, loss, fullgraph=True, **options)
-        return lambda: _ignore(compiled(*batch))
-    if way not in (EAGER, OURS):
-        model = torch.compile(model)
-    dtype = options.get("autocast")
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(batch[0].device.type, dtype or torch.bfloat16, enabled=bool(dtype)):
-            value = loss(model, *batch)
-        value.backward()
-        optimizer.step()
-
-    return step
-
-
-def _ignore(_value: object) -> None:
-    return None
+GRAPH_AIM = 1.10  # of a step in one graph over the limit
 
 
 # -- on CPU, in the ranks ---------------------------------------------------------------------
@@ -162,40 +124,6 @@ def measure(name: str, ways: Sequence[str], ranks: int, rounds: int) -> dict[str
     return times
 
 
-# -- on one GPU -------------------------------------------------------------------------------
-
-
-def measure_gpu(load: step_gpu.Load, ways: Sequence[str], rounds: int) -> dict[str, Times]:
-    made = {way: _gpu_step(way, load) for way in ways}
-    for way, step in made.items():
-        with mode_of(way):
-            for _ in range(WARM_UP):
-                step()
-    times = {way: Times([], []) for way in ways}
-    for number in range(rounds):
-        turn = number % len(ways)
-        for way in (*ways[turn:], *ways[:turn]):
-            with mode_of(way):
-                wall, cpu = step_gpu._time_block(made[way], load.steps, "cuda")
-            times[way].wall.append(wall)
-            times[way].cpu.append(cpu)
-    return times
-
-
-def _gpu_step(way: str, load: step_gpu.Load) -> Step:
-    torch.manual_seed(0)
-    config = step_gpu.ON_GPU.config
-    model = wrap(way, step_gpu.GPT2(config).cuda(), dist.new_group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    shape = (2, load.batch, load.tokens)
-    tokens, targets = torch.randint(config.vocabulary, shape, device="cuda")
-    return make_step(way, model, optimizer, _direct, [tokens, targets], autocast=torch.bfloat16)
-
-
-def _direct(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return model(tokens, targets)  # type: ignore[no-any-return]
-
-
 # -- the run ----------------------------------------------------------------------------------
 
 HEAD = (
@@ -211,7 +139,12 @@ def lines_of(title: object, times: dict[str, Times], *, gpu: bool) -> list[str]:
     for way, own in times.items():
         alone = own.over(times[ALONE]) if ALONE in times and way != ALONE else None
         over = own.over(times[best]) if best is not None and way not in torchs else None
-        aim = _aim(alone, over, gpu=gpu) if way == STEP else "torch's best" if way == best else ""
+        limit = own.over(times[LIMIT]) if LIMIT in times else None
+        aim = "torch's best" if way == best else ""
+        if way == STEP:
+            aim = _aim(alone, over, gpu=gpu)
+        elif way == GRAPHED and limit is not None:
+            aim = f"{limit.against(GRAPH_AIM)} over one graph without a wrapper"
         wall, cpu = (f"{digits(1e3 * statistics.median(t))} ms" for t in (own.wall, own.cpu))
         first = title if way == next(iter(times)) else ""
         lines.append(row(first, way, wall, cpu, alone or "", over or "", aim))
@@ -231,14 +164,20 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--models", default="mlp,transformer,conv", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--only", choices=MODELS, help="one of them")
     parser.add_argument("--ways", help="as in 'torch DDP;paceline train_step'; all, if not given")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="processes (2; with --device cuda 1)")
+    parser.add_argument("--loads", help="with --device cuda: batches, as in '16x1024;2x256'")
+    parser.add_argument("--small", action="store_true", help="the GPU's ways on a toy, on the CPU")
     parser.add_argument("--rounds", type=int, help="blocks of each way, 2 or more (20)")
     parser.add_argument("--quick", action="store_true", help="a rough picture, from 5 rounds")
     parser.add_argument("--save", type=Path, help="write the result here")
     args = parser.parse_args()
     args.models = [args.only] if args.only else args.models.split(",")
-    args.ways = args.ways.split(";") if args.ways else list(WAYS)
-    for given, known in ((args.models, list(MODELS)), (args.ways, list(WAYS))):
+    on_gpu = args.device == "cuda"
+    known_ways = GPU_WAYS if on_gpu else WAYS
+    here = compiled_gpu.ways_here("cpu" if args.small else "cuda") if on_gpu else list(WAYS)
+    args.ways = args.ways.split(";") if args.ways else here
+    args.ranks = args.ranks or (1 if on_gpu else 2)
+    for given, known in ((args.models, list(MODELS)), (args.ways, list(known_ways))):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not among {known}")
     args.rounds = max(2, args.rounds or (5 if args.quick else 20))
@@ -254,13 +193,14 @@ def run_cpu(args: argparse.Namespace, log: Log) -> None:
 
 
 def run_gpu(args: argparse.Namespace, log: Log) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    log(f"GPU: {torch.cuda.get_device_name()}. GPT-2 (124M), one rank, {args.rounds} rounds.")
+    setting = step_gpu.SMALL if args.small else step_gpu.ON_GPU
+    loads = compiled_gpu.loads_of(args.loads) if args.loads else setting.loads
+    gpu = "none" if args.small else torch.cuda.get_device_name()
+    log(f"GPU: {gpu}. {step_gpu.describe(setting, args.ranks, args.rounds)}")
     log(f"\n{HEAD.format(what='tokens')}")
-    for load in step_gpu.ON_GPU.loads:
-        log("\n".join(lines_of(load, measure_gpu(load, args.ways, args.rounds), gpu=True)))
-    dist.destroy_process_group()
+    for load in loads:
+        times = compiled_gpu.measure_gpu(setting, load, args.ways, args.ranks, args.rounds)
+        log("\n".join(lines_of(load, times, gpu=True)))
 
 
 def main() -> int:
