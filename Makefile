@@ -25,7 +25,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned gpu versions slow sanitize check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,15 @@ parity: $(READY) ## run PyTorch's own distributed tests on paceline
 
 sanitize: ## run the C engine, threads as ranks, under the compiler's address and thread sanitizers
 	tests/transport/engine/sanitize.sh build/sanitize
+
+wheel: $(READY) ## build an sdist, and from it a wheel for this platform that needs no compiler, in dist/
+	rm -rf dist && mkdir -p dist
+	$(BIN)/python -c "import setuptools.build_meta as build; build.build_sdist('dist')" > /dev/null
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	@ls dist/*-py3-none-manylinux_*.whl || { echo "the wheel has no library in it"; exit 1; }
+
+test-wheel: wheel ## install the wheel and the sdist in a fresh environment outside the checkout, and try them
+	$(BIN)/python tests/wheel.py --torch "$(TORCH)" dist
 
 check: $(READY) ## check format, lint, types and the docs
 	$(BIN)/ruff format --check .

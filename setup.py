@@ -1,16 +1,20 @@
-"""Builds shm.c; everything else about the package is in pyproject.toml.
+"""Builds shm.c and names the wheel; everything else about the package is in pyproject.toml.
 
 The result is a plain shared library that ``paceline._transport`` opens through ctypes. It knows
-neither Python's headers nor torch's, so one build serves every version of both. A machine that
-cannot build it gets the package without it.
+neither Python's headers nor torch's, so one build serves every version of both: the wheel is
+tagged ``py3-none-manylinux_2_N``, where 2.N is the glibc that the library was found to need. A
+machine that cannot build it gets the package without it.
 """
 
 import hashlib
+import platform
+import re
 import sys
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
@@ -51,8 +55,30 @@ class BuildLibrary(build_ext):
             Path("src", name).unlink(missing_ok=True)
 
 
+class NameWheel(bdist_wheel):
+    """Tags the wheel by what the library in it needs."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        name = "paceline/_transport/_shm.so"
+        library = Path(self.get_finalized_command("build_ext").build_lib, name)
+        platform_tag = super().get_tag()[2]
+        if library.exists() and (needed := glibc_needed(library)):
+            platform_tag = f"manylinux_{needed[0]}_{needed[1]}_{platform.machine()}"
+        return "py3", "none", platform_tag
+
+
+def glibc_needed(library: Path) -> tuple[int, int]:
+    """The oldest glibc that has all the symbols a library asks for; (0, 0): it asks for none.
+
+    A library names the versions it needs in its table of strings.
+    """
+    found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    versions = {(int(major), int(minor)) for major, minor in found}
+    return max(versions | {(2, 17)}) if versions else (0, 0)  # no manylinux tag is older than 2.17
+
+
 setup(
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": NameWheel},
     ext_modules=[
         Extension(
             "paceline._transport._shm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -211,3 +212,52 @@ def test_torchs_replicate_is_replaced_wherever_it_stands() -> None:
         assert package.replicate is home.replicate is paceline.replicate
         assert home.DDP is paceline_ddp.Replicated
     assert package.replicate is home.replicate is before
+
+
+# -- what torch's class made before ---------------------------------------------------------------
+
+
+@pytest.fixture
+def torchs_own() -> Iterator[torch.nn.Module]:
+    """A model that torch's own class has wrapped, in a default group of one rank."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield TORCHS[1](torch.nn.Linear(2, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_isinstance_is_true_both_ways_while_it_is_installed(torchs_own) -> None:
+    ours = OURS[1](torch.nn.Linear(2, 1))
+    assert isinstance(ours, TORCHS[1])
+    assert not isinstance(torchs_own, OURS[1])
+    with pytest.warns(UserWarning, match=r"models that torch has wrapped already \(Linear\)"):
+        paceline.install()
+    assert isinstance(torchs_own, torch.nn.parallel.DistributedDataParallel)
+    assert isinstance(torchs_own, OURS[1])
+    assert not isinstance(torch.nn.Linear(2, 1), OURS[1])
+    paceline.uninstall()
+    assert not isinstance(torchs_own, OURS[1])
+
+
+def test_a_subclass_of_ours_does_not_take_torchs_objects_for_its_own(torchs_own) -> None:
+    class Mine(OURS[1]):
+        pass
+
+    with pytest.warns(UserWarning, match="wrapped already"), paceline.install():
+        assert not isinstance(torchs_own, Mine)
+        with pytest.raises(TypeError, match=r"expected a paceline\.DistributedDataParallel"):
+            paceline.compiled.train_step(torchs_own, None, None)
+
+
+def test_a_class_derived_from_torchs_before_is_named_in_a_warning() -> None:
+    class Derived(TORCHS[1]):
+        pass
+
+    with pytest.warns(
+        UserWarning, match=r"install\(\) came late: classes derived .*Derived\) stay"
+    ):
+        paceline.install()
+    del Derived
+    gc.collect()

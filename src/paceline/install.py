@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any
@@ -22,9 +23,12 @@ from .ddp import (
     Replicated,
     ReplicateState,
     _MixedPrecision,
+    derived_from_torch,
     dump_environment,
+    made_by_torch,
     replicate,
     set_strict,
+    stand_for_torchs,
 )
 from .groups import quickest
 
@@ -133,6 +137,9 @@ def install(*, strict: bool = False, names: bool = True, engine: bool = False) -
     _installed.append(Installation(strict, engine))
     set_strict(strict)
     meant = {id(old): (old, getattr(module, name)) for module, name, old in _places}
+    if names:
+        stand_for_torchs(DistributedDataParallel, True)
+        _warn_of_what_stays_torchs()
     if engine:
         meant.update(_meant_by(sys.modules[_INIT.__module__], _OPENING))
     for source in _REPLACED if names else ():
@@ -147,6 +154,21 @@ def install(*, strict: bool = False, names: bool = True, engine: bool = False) -
     return _installed[-1]
 
 
+def _warn_of_what_stays_torchs() -> None:
+    """Say what was made from torch's wrapper before; it is not paceline's, and works as ever."""
+    made = made_by_torch() if torch.distributed.is_initialized() else []
+    parts = [f"models that torch has wrapped already ({', '.join(made)})"] if made else []
+    if derived := derived_from_torch():
+        parts.append(f"classes derived from torch's wrapper ({', '.join(derived)})")
+    if parts:
+        warnings.warn(
+            f"paceline.install() came late: {' and '.join(parts)} stay torch's. "
+            "All ranks must agree on whose they are, or they wait for each other in vain. Call it "
+            "before such classes and models are made, or start with paceline run --drop-in.",
+            stacklevel=3,
+        )
+
+
 def uninstall() -> None:
     """Make torch's names mean torch's again, whatever was installed how often.
 
@@ -156,6 +178,7 @@ def uninstall() -> None:
     that imported a name meanwhile.
     """
     set_strict(False)
+    stand_for_torchs(DistributedDataParallel, False)
     _installed.clear()
     if _on_import in sys.meta_path:
         sys.meta_path.remove(_on_import)

@@ -75,7 +75,8 @@ def bench(
     if folder is None:
         say.fail(
             "bench: there is no folder 'benchmarks' here. The benchmarks are not part of the "
-            "installed package: run this in a checkout of paceline."
+            "installed package: clone the repository, run `make setup` there, and then "
+            "`.venv/bin/paceline bench` in that checkout."
         )
     known = {one.name: one for one in find_benchmarks(folder)}
     if not names:

@@ -48,7 +48,7 @@ def train_step(
     ``optimizer.step`` do together; parameters, buffers and the optimizer's state are changed where
     they are, so eager steps may come in between. ``options`` are the fields of :class:`Settings`.
     """
-    if not isinstance(ddp, DistributedDataParallel):
+    if not issubclass(type(ddp), DistributedDataParallel):  # torch's may pass for one by isinstance
         raise ModuleTypeError(
             "train_step: expected a paceline.DistributedDataParallel, got an object of type "
             f"{type(ddp).__name__}."

@@ -6,6 +6,9 @@ from .logging_data import dump_environment
 from .mixed_precision import _MixedPrecision
 from .replica import Replica
 from .replicate import Replicate, Replicated, ReplicateState, replicate
+from .stand_in import derived_from_torch as derived_from_torch
+from .stand_in import made_by_torch as made_by_torch
+from .stand_in import stand_for_torchs as stand_for_torchs
 from .sync_batchnorm import SyncBatchNorm
 from .wrapper import DistributedDataParallel, is_strict, set_strict
 

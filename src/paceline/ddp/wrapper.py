@@ -52,6 +52,7 @@ from .mixed_precision import Caster, _MixedPrecision, strip
 from .moving import Move
 from .replica import Replica, SampleCount
 from .shard_replica import ShardReplica
+from .stand_in import StandsForTorchs
 from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
 
@@ -60,7 +61,7 @@ Item = TypeVar("Item")
 _forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
-class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
+class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclass=StandsForTorchs):
     """Wraps a module so that every rank's backward leaves the average of all ranks' gradients.
 
     Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` need not
@@ -258,7 +259,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable):
     def _inside_ddp_forward(self) -> Iterator[None]:
         stack = _forwards.__dict__.setdefault("stack", [])
         before = active()
-        if isinstance(before, DistributedDataParallel) and before not in stack:
+        if isinstance(before, TorchNames) and before not in stack:
             before = None  # of another rank that is a thread, and may have left by then
         set_active(self)
         stack.append(self)
