@@ -128,4 +128,4 @@ def test_outside_a_checkout_it_says_where_the_benchmarks_are(
     monkeypatch.setattr(command, "find_folder", lambda: None)
     assert main(["bench"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert "run this in a checkout of paceline" in said
+    assert "clone the repository, run `make setup` there" in said
