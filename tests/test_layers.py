@@ -36,7 +36,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
         "ddp": frozenset({"_reducer", "data", "groups", "hooks", "join", "policies"}),
         "hooks": frozenset({"_exchange", "_reducer", "groups", "policies"}),  # of _reducer: Bucket
-        "_reducer": frozenset({"_exchange", "groups", "policies"}),  # its hook is given
+        # Its hook is given; of _transport it has loops over floats that torch lacks.
+        "_reducer": frozenset({"_exchange", "_transport", "groups", "policies"}),
         "optim": frozenset({"_exchange", "groups", "join", "policies"}),
         "_exchange": frozenset({"groups", "policies"}),
         "join": frozenset({"groups", "policies"}),  # ddp and optim are Joinable, so they import it

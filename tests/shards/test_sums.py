@@ -139,6 +139,29 @@ def test_a_level_has_room_for_its_largest_element(largest: float) -> None:
     assert 24 * 2**grid.bits <= 2**62
 
 
+@pytest.mark.parametrize("numel", [1, 3, 4, 255, 256, 257, 1000])
+def test_loops_in_c_give_what_torch_gives(numel: int, monkeypatch: Any) -> None:
+    terms = terms_of(random.Random(numel), 5, numel, 30, torch.float32)
+    terms[2][0] = 0.5  # halves of a unit are rounded to even by both
+    weights = [3, 1, 1 << 20, 7, 11]
+    ours = mean_of(terms, weights)
+    monkeypatch.setattr("paceline._reducer.sums.fits", lambda _: False)
+    assert torch.equal(mean_of(terms, weights), ours)
+
+
+def test_halves_are_rounded_to_even_by_loops_in_c_and_by_torch(monkeypatch: Any) -> None:
+    term = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 3.5, 1e9, 0.0, -2.5])
+    found = []
+    for fits in (None, lambda _: False):
+        if fits is not None:
+            monkeypatch.setattr("paceline._reducer.sums.fits", fits)
+        grid, words = Grid(1), torch.empty(1, 9, dtype=torch.int64)
+        grid.add(term, 1, (62 + WIDTH - 1) // WIDTH, words, fresh=True)  # a unit is 4
+        grid.add(term * 4, 1, 8, words, fresh=False)
+        found.append(words.tolist())
+    assert found[0] == found[1]
+
+
 def test_terms_of_zeros_have_no_level_and_give_zeros() -> None:
     assert Grid(3).level(0.0) is None
     assert mean_of([torch.zeros(4)] * 3, [1, 1, 1]).tolist() == [0.0] * 4

@@ -212,6 +212,9 @@ class StepSums:
         levels = sorted((level for level in found.levels() if level != NONFINITE), reverse=True)
         parts = [(level, found.words_of(level)[0]) for level in levels]
         counts = found.others.get(NONFINITE)
+        shaped = mean.as_strided(like.shape, strides_of(like), mean.storage_offset())
+        if counts is None and self.grid.mean(mean, parts, weight):
+            return shaped
         for start, stop in chunks(numel, like.device):  # the mean ends before the next chunk begins
             if parts:
                 value = self.grid.value(parts, start, stop).div_(weight)
@@ -220,7 +223,7 @@ class StepSums:
             if counts is not None:
                 put_nonfinite(value, counts[0, start:stop])
             mean[start:stop].copy_(value)
-        return mean.as_strided(like.shape, strides_of(like), mean.storage_offset())
+        return shaped
 
     def mean_whole(self, number: int, weight: int) -> Tensor:
         """The sum of whole numbers divided by ``weight`` and rounded, halves up."""

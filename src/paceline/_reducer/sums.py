@@ -42,6 +42,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._transport import add_whole, fits, largest_float, mean_of_whole
+
 WIDTH = 8  # binary digits between the levels
 _LOWEST = -100  # level: smaller elements are rounded as if they were larger
 _CHUNK = {"cpu": 1 << 15}  # elements worked at together, so that they stay in a cache
@@ -90,6 +92,9 @@ class Grid:
         ``words`` has a row for each integer of an element, and ``term`` is flat.
         """
         scale = math.ldexp(float(weight), self.bits - WIDTH * level)
+        if len(words) == 1 and fits(term):
+            add_whole(words[0], term, scale, fresh=fresh)
+            return
         for start, stop in chunks(term.numel(), term.device):
             part = term[start:stop].to(torch.float64, copy=True).mul_(scale)
             _put(words[0, start:stop], part.round(), fresh=fresh)
@@ -110,6 +115,14 @@ class Grid:
         assert total is not None
         return total
 
+    def mean(self, mean: Tensor, sums: Sequence[tuple[int, Tensor]], weight: int) -> bool:
+        """Write the mean at once, where there is a loop for it; whether there was."""
+        if len(sums) != 1 or len(sums[0][1]) != 1 or not fits(mean):
+            return False
+        ((level, words),) = sums
+        mean_of_whole(mean, words[0], self.unit(level), float(weight))
+        return True
+
 
 def _put(place: Tensor, numbers: Tensor, *, fresh: bool) -> None:
     if fresh:
@@ -125,6 +138,8 @@ def largest_of(terms: Sequence[Tensor]) -> list[float]:
     """The size of each one's largest element, inf or NaN if it has such; waits for their device."""
     if not terms:
         return []
+    if all(map(fits, terms)):
+        return list(map(largest_float, terms))
     ends = [torch.stack(term.aminmax()).to(torch.float64) for term in terms]
     found = torch.stack(ends).abs_().amax(1)
     return [float(size) for size in found.tolist()]

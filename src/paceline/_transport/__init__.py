@@ -19,6 +19,7 @@ from .shm import (
     unavailable,
 )
 from .terms import descriptors_left
+from .whole import add_whole, fits, largest_float, mean_of_whole
 
 __all__ = [
     "DTYPE_CODES",
@@ -29,12 +30,16 @@ __all__ = [
     "Neighbours",
     "Operation",
     "Shm",
+    "add_whole",
     "agree_on",
     "byte_table",
     "decode",
     "descriptors_left",
     "encode",
     "fetch",
+    "fits",
+    "largest_float",
+    "mean_of_whole",
     "on_all",
     "pointer_table",
     "prove_hosts",

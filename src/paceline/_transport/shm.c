@@ -48,6 +48,7 @@
 #endif
 #include "shm_collectives.h"
 #include "shm_transfers.h"
+#include "shm_sums.h"
 
 /* ---- lanes: whoever needs progress drives ---- */
 
@@ -419,4 +420,16 @@ EXPORT uint64_t pl_position(Engine *e, int r, Call *call) {
 
 EXPORT int pl_reduces(uint32_t dtype, uint32_t reduce) {
     return dtype < T_COUNT && reduce < R_COUNT && REDUCERS[dtype][reduce] != NULL;
+}
+
+/* ---- sums in any order ---- */
+
+EXPORT uint32_t pl_largest(const uint32_t *x, uint64_t n) { return largest_bits(x, n); }
+
+EXPORT void pl_add_whole(int64_t *sum, const float *x, uint64_t n, double scale, int fresh) {
+    (fresh ? put_whole : add_whole)(sum, x, n, scale);
+}
+
+EXPORT void pl_mean_of_whole(float *mean, const int64_t *sum, uint64_t n, double unit, double weight) {
+    mean_of_whole(mean, sum, n, unit, weight);
 }
