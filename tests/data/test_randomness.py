@@ -183,6 +183,36 @@ def test_afterwards_every_generator_is_where_it_was(odd: bool) -> None:
     assert states() == before
 
 
+def test_numpys_left_over_half_of_a_pair_is_kept_however_often_a_block_is_entered() -> None:
+    np.random.seed(5)
+    expected = np.random.randn(7).tolist()
+    np.random.seed(5)
+    found = []
+    for number in range(7):
+        for _ in range(number % 3):
+            keyed(SHARD)
+        found.append(float(np.random.randn()))
+    assert found == expected
+
+
+def test_numpy_can_be_seeded_inside_and_its_bit_generator_be_another_one() -> None:
+    np.random.seed(6)
+    with keyed_random(SHARD):
+        np.random.seed(1)
+        inside = np.random.random()
+    np.random.seed(1)
+    assert inside == np.random.random()
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        first, again = keyed(SHARD), np.random.random()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        assert again == np.random.random()
+    finally:
+        np.random.set_bit_generator(usual)
+    assert keyed(SHARD) == first
+
+
 def test_so_it_is_after_an_exception() -> None:
     draw()
     before = states()
