@@ -51,6 +51,14 @@ def test_the_plain_loop_learns_the_same_on_any_number_of_ranks(plain: list[str])
     assert float(plain[-1]) < 0.1
 
 
+def test_the_same_bits_come_out_on_one_two_and_three_ranks() -> None:
+    said = [on_ranks(n, "examples/same_bits.py", "--steps", "4") for n in (1, 2, 3)]
+    found = [re.fullmatch(r"(\d) ranks?: digest (\w{16}), .*", *lines) for lines in said]
+    assert all(found), said
+    assert [match[1] for match in found if match] == ["1", "2", "3"]
+    assert len({match[2] for match in found if match}) == 1
+
+
 def test_accumulated_small_batches_make_the_step_of_a_whole_batch() -> None:
     passes, same = on_ranks(2, "examples/accumulation.py")
     assert passes == "16 backward passes, 4 steps"
@@ -163,6 +171,20 @@ def test_the_benchmark_of_join_saves_what_it_printed(tmp_path: Path) -> None:
         "paceline, gloo",
         "paceline, shm",
     ]
+
+
+@pytest.mark.slow
+@needs_shm
+def test_the_benchmark_of_shards_saves_what_it_printed_and_draws_the_drift(tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "shards.md", tmp_path / "drift.svg"
+    few = ["--models", "gpt", "--ranks", "2", "--rounds", "1", "--steps", "3", "--no-memory"]
+    paths = ["--save", str(saved), "--picture", str(drawn)]
+    lines = run("benchmarks/shards.py", *few, *paths, deadline=180)
+    assert saved.read_text().splitlines() == lines
+    theirs, ours = (line.split("|")[4].strip() for line in lines[-2:])
+    assert 0 < float(theirs) < 1e-3
+    assert ours == "0, the same bits"
+    assert "paceline, shards=8, 2 ranks: the same bits" in drawn.read_text()
 
 
 @pytest.mark.slow

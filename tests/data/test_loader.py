@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
@@ -197,7 +198,8 @@ def test_batches_are_collated_as_torch_does_and_by_what_is_given() -> None:
     one = ShardedLoader(rows, shards=2, batch=4, members=1, rank=0, shuffle=False)
     for step, ((shard, (x, y)), _) in enumerate(one):
         assert x.tolist() == [4 * step, 4 * step + 1] == y.tolist()
-        assert shard == Shard(seed=0, step=step, index=0, count=2, samples=2)
+        source = "8 samples in order, 4 to a step"
+        assert shard == Shard(seed=0, step=step, index=0, count=2, samples=2, source=source)
 
     def masked(samples: list[Any]) -> list[float]:
         return [float(torch.rand(())) for _ in samples]
@@ -342,6 +344,15 @@ def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
 def test_a_step_that_is_not_there_is_not_sought(epoch: int, step: int) -> None:
     with pytest.raises(LoaderStateError):
         loader().seek(epoch, step)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # told to be so
+def test_it_goes_into_a_distributed_checkpoint_as_it_is(tmp_path: Any) -> None:
+    old, new = loader(), loader(rank=1, members=3)
+    old.seek(4, 3)
+    dcp.save({"loader": old}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"loader": new}, checkpoint_id=tmp_path, no_dist=True)
+    assert new.state_dict() == old.state_dict()
 
 
 # -- a dataset that changes ---------------------------------------------------------------------

@@ -181,7 +181,14 @@ class ShardedLoader:
     def shard(self, epoch: int, step: int, index: int) -> Shard:
         """The name of a shard, without its samples."""
         samples = len(self._cut.shard(step, index))
-        return Shard(self.seed, step, index, self._cut.shards, epoch, samples)
+        return Shard(self.seed, step, index, self._cut.shards, epoch, samples, self._source)
+
+    @property
+    def _source(self) -> str:
+        """What ranks have to have in common, for a wrapper that compares it."""
+        cut, order = self._cut, "shuffled" if self.shuffle else "in order"
+        rest = ", without the rest" if cut.drop_last else ""
+        return f"{cut.length} samples {order}, {cut.batch} to a step{rest}"
 
     def _request(self, epoch: int, step: int, index: int) -> ShardRequest:
         if not 0 <= step < len(self) or not 0 <= index < self._cut.shards:

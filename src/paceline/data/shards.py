@@ -25,7 +25,8 @@ class Shard:
 
     ``step`` counts from 0, within ``epoch``; whoever has no epochs counts all steps and leaves
     ``epoch`` at 0. ``samples`` is how many samples it has, which is what it weighs in an average
-    over samples; 0 is a shard with nothing in it, still one of ``count``.
+    over samples; 0 is a shard with nothing in it, still one of ``count``. ``source`` says in words
+    what it was cut from: ranks whose shards differ in it do not have parts of one batch.
     """
 
     seed: int
@@ -34,6 +35,7 @@ class Shard:
     count: int
     epoch: int = 0
     samples: int = 1
+    source: str = ""
 
     def __post_init__(self) -> None:
         for field in ("seed", "step", "index", "count", "epoch", "samples"):
@@ -47,7 +49,7 @@ class Shard:
         """32 bytes that follow from seed, epoch, step and index; others for another ``purpose``.
 
         A hash, not a sum: with ``seed + step`` the second step of seed 0 would have the random
-        numbers of the first step of seed 1. ``count`` and ``samples`` have no part in it.
+        numbers of the first step of seed 1. ``count``, ``samples`` and ``source`` have no part.
         """
         numbers = (self.seed, self.epoch, self.step, self.index)
         packed = b"".join(number.to_bytes(8, "little") for number in numbers)
