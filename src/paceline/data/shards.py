@@ -45,6 +45,12 @@ class Shard:
         if self.index >= self.count:
             raise ShardNumberError("index", self.index, f"is not below count={self.count}")
 
+    @property
+    def place(self) -> str:
+        """Which step it belongs to, in words that are the same for all shards of it."""
+        source = f", of {self.source}" if self.source else ""
+        return f"step {self.step} of epoch {self.epoch} with seed {self.seed}{source}"
+
     def key(self, purpose: str = "training") -> bytes:
         """32 bytes that follow from seed, epoch, step and index; others for another ``purpose``.
 

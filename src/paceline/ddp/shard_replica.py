@@ -126,7 +126,7 @@ class ShardReplica(Replica):
         self._check(shard)
         if self._phase is StepPhase.BETWEEN:
             self._begin_step()
-        self._same["step"] = f"step {shard.step} of epoch {shard.epoch} with seed {shard.seed}"
+        self._same["step"] = shard.place
         self._phase, self._weight = StepPhase.INSIDE, None
 
     def _check(self, shard: Shard) -> None:
@@ -149,7 +149,7 @@ class ShardReplica(Replica):
                 "so, and the step's gradients are dropped.",
                 "Compute each shard once in a step, one after the other; sync_grads() ends a step.",
             )
-        step = f"step {shard.step} of epoch {shard.epoch} with seed {shard.seed}"
+        step = shard.place
         if self._weights and self._same.get("step", step) != step:
             raise ModuleStateError(
                 f"rank {rank}: a shard of {step} among those of {self._same['step']}. The other "

@@ -105,7 +105,7 @@ class StepMismatchError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         found = [f"rank {rank} has {value}" for rank, value in self.said.items()]
         remedy = {
-            "step": "Ranks do the same steps in the same order; resume all of them from one place.",
+            "step": "Ranks do the same steps of the same data; resume all of them from one place.",
             "threads": "Give every rank as many threads: torch.set_num_threads, OMP_NUM_THREADS.",
         }.get(self.what, "Freeze and thaw the same parameters on every rank.")
         return (
