@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 import torch
+
+from . import machine
 
 TESTS = (
     "tests/gpu",
@@ -25,6 +28,9 @@ def main(arguments: list[str]) -> int:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         print(NO_GPU.format(version=torch.__version__, built=built), file=sys.stderr)
         return 2
+    here = machine.here()
+    if here.backend == "nccl" and here.count < 2:  # tests outside of tests/gpu look at it
+        os.environ[machine.SHARING] = "1"
     return int(pytest.main([*TESTS, *arguments]))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from . import machine, planted
+from .__main__ import main
 from .crew import Crew, CrewFailed, Outcome, Task
 from .machine import Machine, choose
 from .scene import judge
@@ -82,6 +83,14 @@ def test_ranks_that_cannot_start_are_tried_once_and_said_why() -> None:
 
 
 # Which machine it is.
+
+
+def test_without_a_gpu_make_gpu_says_so_and_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([]) == 2
+    assert "nothing was tested" in capsys.readouterr().err
 
 
 def test_without_a_gpu_two_ranks_run_on_the_cpu() -> None:

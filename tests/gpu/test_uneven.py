@@ -244,4 +244,4 @@ def test_codecs_count_weights_too(scene: Scene) -> None:
         ddp.zero_grad()
         with ddp.samples(len(parts[scene.rank])):
             loss(ddp, parts[scene.rank]).backward()
-        assert_same(grads(ddp), grads_alone(scene, model, parts), rtol=2e-2, atol=2e-3)
+        assert_same(grads(ddp), grads_alone(scene, model, parts), rtol=2e-3, atol=2e-4)
