@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline.compiled import train_step
+from paceline.compiled import Settings, train_step
 from paceline.errors import PeerError
 from tests.ddp.toys import assert_same, fill, grads, weights
 
@@ -195,3 +196,24 @@ def test_a_function_with_collectives_is_one_graph(scene: Scene) -> None:
     found = torch.compile(mix, fullgraph=True, backend=backend(scene))(x)
     total = sum(scene.data(64, seed=rank) for rank in range(scene.size))
     torch.testing.assert_close(found, 3 * total + scene.size)
+
+
+HAS_GRAPH = "graph" in {field.name for field in fields(Settings)}
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_step_in_one_cuda_graph_steps_as_one_process_does(scene: Scene) -> None:
+    if not HAS_GRAPH or scene.machine.backend != "nccl":
+        pytest.skip("no whole step in a CUDA graph here")
+    ddp = wrapped(scene)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    step = train_step(ddp, optimizer, loss_of, graph=True)
+    for number in range(8):
+        step(batch(scene, scene.rank, number))
+    assert step.reason == ""
+    found = weights(ddp)
+    scene.assert_same_bits(found)
+    alone = scene.trained_alone(
+        model(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), partial(loss, scene), 8
+    )
+    assert_same(found, alone, **CLOSE)
