@@ -25,7 +25,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel programs check types docs bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ versions: ## run the tests with each torch of VERSIONS, in environments .venv-2.
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow
+
+programs: $(READY) ## train five kinds of programs under torch and under paceline, and compare their losses
+	$(BIN)/python -m pytest -m slow tests/programs
 
 parity: $(READY) ## run PyTorch's own distributed tests on paceline
 	$(BIN)/python -m tests.parity.runner

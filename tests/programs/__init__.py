@@ -1,0 +1,1 @@
+"""Programs in the style of public ones, run under torch and under paceline."""
