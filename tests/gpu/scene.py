@@ -17,8 +17,11 @@ import functools
 import gc
 import inspect
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -48,6 +51,7 @@ class Scene:
     device: torch.device
     group: Group  # of all ranks; tests that end or break a group open one of their own
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _folders: list[str] = field(default_factory=list)
 
     @classmethod
     @contextlib.contextmanager
@@ -107,6 +111,14 @@ class Scene:
         gc.collect()
         self.group.barrier()
         self.wait()
+        while self._folders:
+            shutil.rmtree(self._folders.pop())
+
+    def folder(self) -> Path:
+        """A folder that all ranks share, gone after the test."""
+        if self.rank == 0:
+            self._folders.append(tempfile.mkdtemp(prefix="paceline-gpu-"))
+        return Path(self.gathered(self._folders[-1] if self.rank == 0 else "")[0])
 
     # -- compared with one process ------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,17 +31,13 @@ def train(scene: Scene, model: Any, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def folder_of(scene: Scene) -> Path:
-    return Path(scene.gathered(tempfile.mkdtemp(prefix="paceline-saved-"))[0])
-
-
 @on_ranks
 def test_a_run_saved_as_one_file_ends_where_an_uninterrupted_one_does(scene: Scene) -> None:
     def begin() -> tuple[DDP, torch.optim.Optimizer]:
         ddp = DDP(scene.place(stack(5, 7, 3)), process_group=scene.group)
         return ddp, torch.optim.AdamW(ddp.parameters(), lr=0.05)
 
-    path = folder_of(scene) / "saved.pt"
+    path = scene.folder() / "saved.pt"
     whole, optimizer = begin()
     train(scene, whole, optimizer, range(STOP))
     if scene.rank == 0:
@@ -67,7 +61,7 @@ def test_a_sharded_run_saved_in_parts_ends_where_an_uninterrupted_one_does(scene
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, ddp=ddp, lr=0.05)
         return ddp, zero
 
-    folder = folder_of(scene)
+    folder = scene.folder()
     whole, zero = begin()
     train(scene, whole, zero, range(STOP))
     state = {"model": whole.module.state_dict(), "optimizer": zero.sharded_state_dict()}
@@ -119,7 +113,9 @@ def test_a_round_in_progress_goes_on_from_its_state(scene: Scene) -> None:
     whole, optimizer = begin()
     train(scene, whole, optimizer, range(STOP))
     state = {name: value.clone() for name, value in whole.state_dict().items()}
-    kept = torch.load(_as_file(optimizer.state_dict()), map_location=scene.device)
+    path = scene.folder() / f"state-{scene.rank}.pt"
+    torch.save(optimizer.state_dict(), path)
+    kept = torch.load(path, map_location=scene.device)
     train(scene, whole, optimizer, range(STOP, STEPS))
     again, other = begin()
     again.load_state_dict(state)
@@ -129,9 +125,3 @@ def test_a_round_in_progress_goes_on_from_its_state(scene: Scene) -> None:
     other.sync()
     assert_same(weights(again), weights(whole), **CLOSE)
     scene.assert_same_bits(weights(again))
-
-
-def _as_file(state: Any) -> Path:
-    path = Path(tempfile.mkdtemp(prefix="paceline-saved-"), "state.pt")
-    torch.save(state, path)
-    return path

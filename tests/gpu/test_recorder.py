@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tempfile
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from .scene import Scene, on_ranks
 
 @on_ranks
 def test_steps_buckets_and_collectives_of_every_rank_are_recorded(scene: Scene) -> None:
-    folder = Path(scene.gathered(tempfile.mkdtemp(prefix="paceline-record-"))[0])
+    folder = scene.folder()
     events.forget()
     ddp = DDP(scene.place(fill(nn.Linear(64, 64))), process_group=scene.group)
     for _ in range(4):
