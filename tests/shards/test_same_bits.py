@@ -34,7 +34,7 @@ def test_any_run_has_the_same_bits_on_any_number_of_ranks(run: Run, ranks: int) 
 
 @pytest.mark.slow
 @given(run=runs)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_run_of_twenty_steps_has_the_same_bits(run: Run) -> None:
     long = Run(**{**vars(run), "steps": 20})
     alone = train(long, 1)

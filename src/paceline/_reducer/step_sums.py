@@ -9,13 +9,16 @@ over its own integers, so that a gradient needs no memory besides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .._exchange import memory_like, strides_of
+from .._transport import add_whole, has_loops, largest_floats, mean_of_whole
 from ..groups import Group, ReduceOp
 from .sums import Grid, chunks, largest_of, put_nonfinite, without_nonfinite, words_for
 
@@ -32,15 +35,29 @@ class Summed:
     name: str
     like: Tensor  # has the same shape, type, device and order of elements
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether it is made of whole numbers already."""
         return not self.like.is_floating_point()
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Integers for each element."""
         return words_for(self.like.dtype)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How its elements lie in its sums, and in its mean."""
+        return strides_of(self.like)
+
+    @cached_property
+    def has_loops(self) -> bool:
+        """Whether loops in C add its terms."""
+        return has_loops(self.like)
+
+    def is_quick(self, term: Tensor) -> bool:
+        """Whether a loop in C may read ``term`` as it lies."""
+        return self.has_loops and term.stride() == self.strides and term.dtype is self.like.dtype
 
 
 @dataclass(eq=False, slots=True)
@@ -133,25 +150,44 @@ class StepSums:
 
     def add(self, terms: Mapping[int, Tensor], weight: int) -> None:
         """Add ``weight`` times each of ``terms``, which have the numbers of their tensors."""
-        flat = {n: memory_like(term, self.tensors[n].like) for n, term in terms.items()}
-        broken = {n: term for n, term in flat.items() if term.numel() and not self._exact(n)}
-        sizes = largest_of(list(broken.values()))
-        largest = dict(zip(broken, sizes, strict=True))
-        for number, term in flat.items():
+        quick, rest = [], {}
+        for number, term in terms.items():
             found = self.sums[number]
             found.touched = True
-            if number in largest:
-                self._add_broken(found, term, weight, largest[number])
+            if found.of.is_quick(term):
+                quick.append((found, term))
+            elif found.of.exact:
+                self._add_whole(found, memory_like(term, found.of.like), weight)
             elif term.numel():
-                place, fresh = found.words_of(0)
-                whole = term.to(torch.int64) * weight
-                place[0].copy_(whole) if fresh else place[0].add_(whole)
+                rest[number] = memory_like(term, found.of.like)
+        if quick:
+            self._add_quickly(quick, weight)
+        sizes = largest_of(list(rest.values()))
+        for (number, term), largest in zip(rest.items(), sizes, strict=True):
+            self._add_term(self.sums[number], term, weight, largest)
 
-    def _exact(self, number: int) -> bool:
-        return self.tensors[number].exact
+    def _add_quickly(self, terms: Sequence[tuple[Sum, Tensor]], weight: int) -> None:
+        """All of them in one call, except what is not finite."""
+        into, taken, scales, firsts = [], [], [], []
+        sizes = largest_floats([term for _, term in terms])
+        for (found, term), largest in zip(terms, sizes, strict=True):
+            if not largest * weight < math.inf:
+                self._add_term(found, memory_like(term, found.of.like), weight, largest)
+            elif (level := self.grid.level(largest * weight)) is not None:
+                words, fresh = found.words_of(level)
+                into.append(words)
+                taken.append(term)
+                scales.append(self.grid.scale(level, weight))
+                firsts.append(fresh)
+        add_whole(into, taken, scales, firsts)
 
-    def _add_broken(self, found: Sum, term: Tensor, weight: int, largest: float) -> None:
-        if not largest * weight < float("inf"):
+    def _add_whole(self, found: Sum, term: Tensor, weight: int) -> None:
+        place, fresh = found.words_of(0)
+        whole = term.to(torch.int64) * weight
+        place[0].copy_(whole) if fresh else place[0].add_(whole)
+
+    def _add_term(self, found: Sum, term: Tensor, weight: int, largest: float) -> None:
+        if not largest * weight < math.inf:
             term, weight = term.to(torch.float64) * weight, 1
             term = without_nonfinite(term, found.counts()[0])
             (largest,) = largest_of([term])
@@ -209,12 +245,13 @@ class StepSums:
         found = self.sums[number]
         like, numel = found.of.like, found.of.like.numel()
         mean = found.place.view(-1).view(like.dtype)[:numel]
+        shaped = mean.as_strided(like.shape, found.of.strides, mean.storage_offset())
+        if found.level is not None and not found.others and found.of.has_loops:
+            mean_of_whole(mean, found.place, self.grid.unit(found.level), float(weight))
+            return shaped
         levels = sorted((level for level in found.levels() if level != NONFINITE), reverse=True)
         parts = [(level, found.words_of(level)[0]) for level in levels]
         counts = found.others.get(NONFINITE)
-        shaped = mean.as_strided(like.shape, strides_of(like), mean.storage_offset())
-        if counts is None and self.grid.mean(mean, parts, weight):
-            return shaped
         for start, stop in chunks(numel, like.device):  # the mean ends before the next chunk begins
             if parts:
                 value = self.grid.value(parts, start, stop).div_(weight)
@@ -231,7 +268,7 @@ class StepSums:
         total = found.place[0]
         doubled = total * 2 + weight
         whole = torch.div(doubled, 2 * weight, rounding_mode="floor")
-        return whole.as_strided(found.of.like.shape, strides_of(found.of.like))
+        return whole.as_strided(found.of.like.shape, found.of.strides)
 
 
 def _padded(of: Summed) -> int:

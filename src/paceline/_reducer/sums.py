@@ -38,11 +38,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
-
-from .._transport import add_whole, fits, largest_float, mean_of_whole
 
 WIDTH = 8  # binary digits between the levels
 _LOWEST = -100  # level: smaller elements are rounded as if they were larger
@@ -70,7 +69,7 @@ class Grid:
 
     terms: int
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """How many binary digits a whole number has."""
         return 62 - (self.terms - 1).bit_length()
@@ -86,15 +85,16 @@ class Grid:
         """What a 1 is worth."""
         return math.ldexp(1.0, WIDTH * level - self.bits)
 
+    def scale(self, level: int, weight: int) -> float:
+        """What elements of weight ``weight`` are multiplied by to be counted in units."""
+        return math.ldexp(float(weight), self.bits - WIDTH * level)
+
     def add(self, term: Tensor, weight: int, level: int, words: Tensor, *, fresh: bool) -> None:
         """Add ``weight * term`` to the whole numbers ``words``; ``fresh`` ones hold nothing yet.
 
         ``words`` has a row for each integer of an element, and ``term`` is flat.
         """
-        scale = math.ldexp(float(weight), self.bits - WIDTH * level)
-        if len(words) == 1 and fits(term):
-            add_whole(words[0], term, scale, fresh=fresh)
-            return
+        scale = self.scale(level, weight)
         for start, stop in chunks(term.numel(), term.device):
             part = term[start:stop].to(torch.float64, copy=True).mul_(scale)
             _put(words[0, start:stop], part.round(), fresh=fresh)
@@ -115,14 +115,6 @@ class Grid:
         assert total is not None
         return total
 
-    def mean(self, mean: Tensor, sums: Sequence[tuple[int, Tensor]], weight: int) -> bool:
-        """Write the mean at once, where there is a loop for it; whether there was."""
-        if len(sums) != 1 or len(sums[0][1]) != 1 or not fits(mean):
-            return False
-        ((level, words),) = sums
-        mean_of_whole(mean, words[0], self.unit(level), float(weight))
-        return True
-
 
 def _put(place: Tensor, numbers: Tensor, *, fresh: bool) -> None:
     if fresh:
@@ -138,8 +130,6 @@ def largest_of(terms: Sequence[Tensor]) -> list[float]:
     """The size of each one's largest element, inf or NaN if it has such; waits for their device."""
     if not terms:
         return []
-    if all(map(fits, terms)):
-        return list(map(largest_float, terms))
     ends = [torch.stack(term.aminmax()).to(torch.float64) for term in terms]
     found = torch.stack(ends).abs_().amax(1)
     return [float(size) for size in found.tolist()]

@@ -19,7 +19,7 @@ from .shm import (
     unavailable,
 )
 from .terms import descriptors_left
-from .whole import add_whole, fits, largest_float, mean_of_whole
+from .whole import add_whole, has_loops, largest_floats, mean_of_whole
 
 __all__ = [
     "DTYPE_CODES",
@@ -37,8 +37,8 @@ __all__ = [
     "descriptors_left",
     "encode",
     "fetch",
-    "fits",
-    "largest_float",
+    "has_loops",
+    "largest_floats",
     "mean_of_whole",
     "on_all",
     "pointer_table",

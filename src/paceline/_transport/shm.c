@@ -424,10 +424,14 @@ EXPORT int pl_reduces(uint32_t dtype, uint32_t reduce) {
 
 /* ---- sums in any order ---- */
 
-EXPORT uint32_t pl_largest(const uint32_t *x, uint64_t n) { return largest_bits(x, n); }
+EXPORT void pl_largest(uint32_t *most, const uint32_t *const *x, const uint64_t *n, uint64_t tensors) {
+    for (uint64_t t = 0; t < tensors; t++) most[t] = largest_bits(x[t], n[t]);
+}
 
-EXPORT void pl_add_whole(int64_t *sum, const float *x, uint64_t n, double scale, int fresh) {
-    (fresh ? put_whole : add_whole)(sum, x, n, scale);
+EXPORT void pl_add_whole(
+    int64_t *const *sum, const float *const *x, const uint64_t *n, const double *scale, const uint8_t *fresh, uint64_t tensors
+) {
+    for (uint64_t t = 0; t < tensors; t++) (fresh[t] ? put_whole : add_whole)(sum[t], x[t], n[t], scale[t]);
 }
 
 EXPORT void pl_mean_of_whole(float *mean, const int64_t *sum, uint64_t n, double unit, double weight) {
