@@ -103,12 +103,13 @@ class Trainee:
 
     run: Run
     group: Group
+    device: Any = "cpu"
 
     def __post_init__(self) -> None:
         run = self.run
         with _alone, torch.random.fork_rng():
             torch.manual_seed(run.seed)
-            net = Net(run.parts, run.dtype)
+            net = Net(run.parts, run.dtype).to(self.device)
         self.ddp = DDP(net, process_group=self.group, shards=run.shards, **run.ddp)
         self.optimizer = self._optimizer()
 
@@ -140,6 +141,7 @@ class Trainee:
         with _alone, self.ddp.shard(shard):
             if self.run.tokens:
                 self.ddp.samples(counted)
+            words, targets = words.to(self.device), targets.to(self.device)
             F.cross_entropy(self.ddp(words), targets).backward()
 
     def state(self) -> dict[str, Tensor]:
