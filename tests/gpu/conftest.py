@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from . import machine
 from .crew import Crew
 
 _used: list[str] = []
+
+# Where products must have the same bits each time; ranks read it when they first use a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_report_header() -> str:
