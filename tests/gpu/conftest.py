@@ -24,7 +24,7 @@ def pytest_report_header() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "crew" in metafunc.fixturenames:
         counts = machine.RANKS if torch.cuda.is_available() else machine.RANKS[:1]
-        ids = [f"{count} ranks" for count in counts]
+        ids = [f"{count}-ranks" for count in counts]
         metafunc.parametrize("crew", counts, ids=ids, indirect=True, scope="session")
 
 
