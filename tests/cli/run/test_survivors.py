@@ -220,7 +220,10 @@ except OSError:
 HANGS = """
 if rank == 1:
     print(os.getpid(), flush=True)
+    open(notes + "/up", "w").close()
     os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists(notes + "/up"):
+    time.sleep(0.01)
 with launcher.going_on(0, [0, 1], [0]):
     pass
 """

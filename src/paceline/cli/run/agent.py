@@ -31,7 +31,7 @@ from .. import say
 from .meeting import MachineMeeting
 from .plan import check_shown
 from .screen import OutputReader
-from .signals import heeded
+from .signals import deferred, heeded, signals_noted
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
 from .verdict import LaunchVerdict, RankEnding, describe, judge, read_reports, runs, why_again
 
@@ -144,6 +144,7 @@ class Agent(OpenAgent):
         self.pipes = pipes
         self.grace = grace
         self.meeting = spec.rdzv_handler
+        self._signals: Sequence[int] = ()  # that have come while handlers had to wait
 
     @property
     def attempt(self) -> Attempt:
@@ -164,12 +165,15 @@ class Agent(OpenAgent):
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks; torch calls it ten times a second."""
+        with deferred() as self._signals:
+            return self._monitor(worker_group)
+
+    def _monitor(self, worker_group: WorkerGroup) -> RunResult:
         self._note_endings()
         attempt = self.attempt
         outlook = self._look()
         if outlook is Outlook.HOPELESS:
-            self._end_ranks(ways_to_end(False, self.grace))
-            self._kill(attempt.pids)
+            self._end_for_good(attempt.pids)
         elif outlook is Outlook.GOOD and attempt.endings:
             self._tell_of_lone_ranks()
         self._end_lingerers()
@@ -208,8 +212,13 @@ class Agent(OpenAgent):
 
     def _end_those_left_behind(self, ranks: Collection[int]) -> None:
         say.note(f"the others went on without rank {runs(sorted(ranks))} and have ended; so it is")
+        self._end_for_good(ranks)
+
+    def _end_for_good(self, ranks: Collection[int]) -> None:
+        """Ask all to end, and leave nothing of ``ranks``; a signal that comes has its own way."""
         self._end_ranks(ways_to_end(False, self.grace))
-        self._kill(ranks)
+        if not self._signals:
+            self._kill(ranks)
 
     def exit_barrier(self) -> None:
         """Wait for the other machines; torch calls it when all ranks of this one have ended."""
@@ -246,30 +255,34 @@ class Agent(OpenAgent):
     def shutdown(self, death_sig: signal.Signals | None) -> None:
         """End every rank; torch calls it however the run ends, with the signal if there was one."""
         by_hand = death_sig is signal.SIGINT
-        try:
+        with signals_noted() as noted:  # none may raise in the middle of it (signals.deferred)
+            self._signals = noted
             if by_hand and self.attempt.running:
                 say.note(f"the ranks have {self.grace:g} s to end; Ctrl-C again ends them at once")
             self._end_ranks(ways_to_end(by_hand, self.grace))
-        except (SignalException, KeyboardInterrupt):
-            for number in heeded():
-                signal.signal(number, signal.SIG_IGN)  # a third one has nothing left to do
-            say.note("ending all ranks at once")
-            if death_sig is None:  # between two attempts: there shall be no other
-                raise
-        finally:
+            if noted:
+                say.note("ending all ranks at once")
             # What a good run has started in the background may stay.
             failed = set(self.attempt.failed) - self.attempt.losses.lost.keys()
-            if failed or death_sig is not None or self.attempt.running:
+            if noted or failed or death_sig is not None or self.attempt.running:
                 self._kill(self.attempt.pids)
             super().shutdown(death_sig)
             self._close_pipes()
+        if noted:
+            for number in heeded():
+                signal.signal(number, signal.SIG_IGN)  # another one has nothing left to do
+        if noted and death_sig is None:  # between two attempts: there shall be no other
+            raise SignalException("while ranks were ended", signal.Signals(noted[0]))
 
     def _end_ranks(self, steps: Collection[tuple[signal.Signals, float]]) -> None:
+        """Take one step after the other, until a signal comes."""
         for number, seconds in steps:
             self._note_endings()
             running = self.attempt.running
             _signal([self.attempt.pids[rank] for rank in running], number)
-            self._wait_for_ends(running, seconds, stopped=True)
+            self._wait_for_ends(running, seconds, unless=self._signals)
+            if self._signals:
+                return
 
     def _kill(self, ranks: Collection[int]) -> None:
         """Leave nothing of these ranks' sessions."""
@@ -277,7 +290,7 @@ class Agent(OpenAgent):
         for pid in members_of(sessions):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._wait_for_ends(ranks, _KILLED, stopped=True)
+        self._wait_for_ends(ranks, _KILLED)
 
     def _close_pipes(self) -> None:
         """Close our ends of what ranks write to: torch does so only for ranks that it ended."""
@@ -285,11 +298,13 @@ class Agent(OpenAgent):
             for pipe in pipes_of(process):
                 pipe.close()
 
-    def _wait_for_ends(self, ranks: Collection[int], seconds: float, stopped: bool = False) -> None:
+    def _wait_for_ends(
+        self, ranks: Collection[int], seconds: float, unless: Sequence[int] = ()
+    ) -> None:
         until = time.monotonic() + seconds
-        while set(ranks) & set(self.attempt.running) and time.monotonic() < until:
+        while set(ranks) & set(self.attempt.running) and time.monotonic() < until and not unless:
             time.sleep(_PAUSE)
-            self._note_endings(stopped)
+            self._note_endings(stopped=True)
 
     def _note_endings(self, stopped: bool = False) -> None:
         for local, process in self.processes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,3 +36,21 @@ def signals_noted() -> Iterator[list[int]]:
     noted: list[int] = []
     with handling(lambda number, frame: noted.append(number)):
         yield noted
+
+
+@contextmanager
+def deferred() -> Iterator[list[int]]:
+    """Leave signals to their handlers only at the end; until then they are noted.
+
+    A handler that raises may do so anywhere, also where somebody else's code has just taken a lock:
+    after that ``Popen.poll`` would never again see a process end, and ``Popen.wait`` never return.
+    """
+    before = {number: signal.getsignal(number) for number in heeded()}
+    with signals_noted() as noted:
+        yield noted
+    for number in noted:
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, None)
+        else:
+            os.kill(os.getpid(), number)
