@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ..errors import RecorderArgumentError
 from . import events
@@ -37,7 +39,13 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
     """Offer this rank's numbers to Prometheus at ``http://host:port/metrics``, from a thread.
 
     Port 0 picks a free one; ranks of one host need different ports. Needs ``prometheus_client``.
+    ``PACELINE_METRICS=PORT`` gives one endpoint for all ranks of a host.
     """
+    return serve(_NumbersHere(), port, host)
+
+
+def serve(collector: Any, port: int, host: str) -> MetricsServer:
+    """Answer at ``host:port`` with what ``collector`` collects."""
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise RecorderArgumentError("port", "a number from 0 to 65535", repr(port))
     try:
@@ -47,7 +55,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
             "recorder.serve_metrics needs prometheus_client: pip install prometheus-client"
         ) from error
     registry = prometheus_client.CollectorRegistry()
-    registry.register(_Numbers())
+    registry.register(collector)
     try:
         server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
     except OSError as error:
@@ -56,32 +64,60 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
     return MetricsServer(host, server.server_port, server, thread)
 
 
-class _Numbers:
-    """What Prometheus collects, made when it asks."""
+class Numbers(msgspec.Struct, frozen=True):
+    """What is told of one rank."""
+
+    steps: int
+    collectives: int
+    sent_bytes: float
+    late_collectives: int
+    step_seconds: float
+    wait_share: float
+
+
+_COUNTS = {
+    "steps": "Steps of wrapped models",
+    "collectives": "Collectives called",
+    "sent_bytes": "Payload bytes put on the wire",
+    "late_collectives": "Collectives that were explained",
+}
+_GAUGES = {
+    "step_seconds": "Median time of the latest steps",
+    "wait_share": "Share of it spent waiting for other ranks",
+}
+
+
+def numbers_here() -> dict[int, Numbers]:
+    """The numbers of this process, under its rank."""
+    ranks, done, lately = ranks_here(), totals(), summary()
+    own = Numbers(
+        done.steps,
+        done.collectives,
+        done.bytes_sent,
+        events.past.notes,
+        lately.step_seconds,
+        lately.wait_share,
+    )
+    return {ranks[0] if ranks else 0: own}
+
+
+def families(found: Mapping[int, Numbers]) -> Iterator[Any]:
+    """These numbers as Prometheus takes them, ranks as labels."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for kind, names in ((CounterMetricFamily, _COUNTS), (GaugeMetricFamily, _GAUGES)):
+        for name, what in names.items():
+            family = kind(f"paceline_{name}", what, labels=["rank"])
+            for rank, numbers in sorted(found.items()):
+                family.add_metric([str(rank)], getattr(numbers, name))
+            yield family
+
+
+class _NumbersHere:
+    """What Prometheus collects of this process, made when it asks."""
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        ranks = ranks_here()
-        rank, done, lately = str(ranks[0] if ranks else 0), totals(), summary()
-        counts = {
-            "steps": ("Steps of wrapped models", done.steps),
-            "collectives": ("Collectives called", done.collectives),
-            "sent_bytes": ("Payload bytes put on the wire", done.bytes_sent),
-            "late_collectives": ("Collectives that were explained", events.past.notes),
-        }
-        for name, (what, value) in counts.items():
-            counter = CounterMetricFamily(f"paceline_{name}", what, labels=["rank"])
-            counter.add_metric([rank], value)
-            yield counter
-        gauges = {
-            "step_seconds": ("Median time of the latest steps", lately.step_seconds),
-            "wait_share": ("Share of it spent waiting for other ranks", lately.wait_share),
-        }
-        for name, (what, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"paceline_{name}", what, labels=["rank"])
-            gauge.add_metric([rank], value)
-            yield gauge
+        return families(numbers_here())
 
     describe = collect
 

@@ -29,6 +29,7 @@ from . import events
 from .account import Account, account_of, told
 from .comparing import AT_END, Comparing
 from .explain import Explanations, Find, Found
+from .host_metrics import METRICS, begin
 from .peers import peers
 from .saving import RECORD, save_all
 from .threads import finish_asking, forget_threads
@@ -72,6 +73,8 @@ class Watch:
             # Before what groups have to say at exit; a child of multiprocessing has no atexit.
             self._ending = Finalize(None, self.end, exitpriority=100)
             atexit.register(self._ending)
+            if where := os.environ.get(METRICS):
+                begin(where)
         if board.size < 2 or not board.peers:
             return
         with self._lock:

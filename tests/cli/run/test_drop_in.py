@@ -1,5 +1,6 @@
 """What ``paceline run`` makes of a script that was written for torch alone."""
 
+import socket
 import subprocess
 import sys
 
@@ -128,3 +129,31 @@ def test_importing_torch_goes_on_when_paceline_cannot_be_imported(tmp_path) -> N
     assert out.stdout == "tensor([1.])\n", out.stderr
     assert "could not prepare torch" in out.stderr
     assert "OSError: the disk is gone" in out.stderr
+
+
+ASKS = """
+import os
+import urllib.request
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("paceline")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    told = ""
+    while 'paceline_collectives_total{rank="1"}' not in told:  # the test has a deadline
+        url = f"http://127.0.0.1:{os.environ['PACELINE_METRICS']}/metrics"
+        told = urllib.request.urlopen(url).read().decode()
+    print("both" if 'paceline_collectives_total{rank="0"}' in told else told)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_one_endpoint_has_the_numbers_of_all_ranks_of_the_host(script, capsys) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ended = paceline(capsys, "run", "--nproc", 2, "--metrics", port, script(ASKS))
+    assert (ended.code, ended.out) == (0, "[0] both\n"), ended.err

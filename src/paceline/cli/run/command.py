@@ -65,6 +65,10 @@ _RECORD = _option(
     _SCRIPT, "DIR", "Keep the recorder's log of each rank there, for paceline report."
 )
 
+_METRICS = _option(
+    _SCRIPT, "PORT", "Serve the numbers of all ranks of this machine to Prometheus; or HOST:PORT."
+)
+
 _MACHINES = "Several machines"
 _NNODES = _option(_MACHINES, "N", "How many machines; MIN:MAX where they may come and go.")
 _NODE_RANK = _option(_MACHINES, "N", "This machine's number, from 0; by default as they come.")
@@ -92,6 +96,7 @@ def run(
     keep_backend: Annotated[bool, _KEEP_BACKEND] = False,
     backend: Annotated[str, _BACKEND] = "auto",
     record: Annotated[str, _RECORD] = "",
+    metrics: Annotated[str, _METRICS] = "",
     nnodes: Annotated[str | None, _NNODES] = None,
     node_rank: Annotated[int | None, _NODE_RANK] = None,
     rdzv_endpoint: Annotated[str | None, _RDZV_ENDPOINT] = None,
@@ -126,7 +131,15 @@ def run(
         ranks_per_gpu,
     )
     chosen = Script(
-        script, tuple(arguments or ()), module, backend, drop_in, keep_backend, record, threads
+        script,
+        tuple(arguments or ()),
+        module,
+        backend,
+        drop_in,
+        keep_backend,
+        record,
+        threads,
+        metrics,
     )
     try:
         return start(asked, chosen, Conduct(max_restarts, grace, patience), show, ray)

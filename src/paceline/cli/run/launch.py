@@ -44,6 +44,7 @@ class Script:
     keep_backend: bool = False  # of a script that asks for gloo
     record: str = ""  # a folder; the recorder reads PACELINE_RECORD
     threads: int | None = None
+    metrics: str = ""  # PORT or HOST:PORT; the recorder reads PACELINE_METRICS
 
     def command(self) -> list[str]:
         """The arguments of the interpreter, in a rank."""
@@ -55,6 +56,7 @@ class Script:
         found = {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
         found |= {"PACELINE_DROP_IN": self._mode} if self._mode else {}
         found |= {"PACELINE_RECORD": os.path.abspath(self.record)} if self.record else {}
+        found |= {"PACELINE_METRICS": self.metrics} if self.metrics else {}
         if threads := threads_per_rank(self.threads, nproc, cores(), os.environ):
             found["OMP_NUM_THREADS"] = str(threads)
         if "PYTHONFAULTHANDLER" not in os.environ:
