@@ -12,14 +12,14 @@ import pytest
 from paceline.errors import RecorderArgumentError
 from paceline.recorder import host_metrics
 from paceline.recorder.export import Numbers
-from paceline.recorder.host_metrics import HostNumbers, Note, begin
+from paceline.recorder.host_metrics import HostNumbers, RankNumbers, begin
 from paceline.recorder.run import write_whole
 
 NUMBERS = Numbers(7, 20, 1024.0, 0, 0.25, 0.1)
 
 
 def note(folder: Path, pid: int, rank: int) -> None:
-    write_whole(folder / f"{pid}.json", msgspec.json.encode(Note(pid, {rank: NUMBERS})))
+    write_whole(folder / f"{pid}.json", msgspec.json.encode(RankNumbers(pid, {rank: NUMBERS})))
 
 
 def told(folder: Path) -> dict[str, dict[str, float]]:

@@ -28,14 +28,14 @@ METRICS = "PACELINE_METRICS"
 EVERY = 1.0  # seconds between two notes of a rank
 
 
-class Note(msgspec.Struct, frozen=True):
+class RankNumbers(msgspec.Struct, frozen=True):
     """What a rank has written down: whose numbers these are."""
 
     pid: int
     numbers: dict[int, Numbers]  # by rank; several where ranks are threads
 
 
-_NOTES = msgspec.json.Decoder(Note)
+_NOTES = msgspec.json.Decoder(RankNumbers)
 
 
 def begin(where: str) -> None:
@@ -84,7 +84,7 @@ def _keep(folder: Path, over: threading.Event) -> None:
     path = folder / f"{os.getpid()}.json"
     while not over.is_set():
         with suppress(OSError):  # such as a full disk: training goes on
-            write_whole(path, msgspec.json.encode(Note(os.getpid(), numbers_here())))
+            write_whole(path, msgspec.json.encode(RankNumbers(os.getpid(), numbers_here())))
         over.wait(EVERY)
     path.unlink(missing_ok=True)
     with suppress(OSError):  # others have notes there
