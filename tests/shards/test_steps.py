@@ -153,6 +153,38 @@ def test_buffers_change_by_the_mean_over_the_shards() -> None:
         assert batches == 1
 
 
+def test_buffers_that_no_shard_changes_are_left_alone_and_do_not_travel() -> None:
+    def one_rank(group: Group) -> Any:
+        layer = nn.Linear(2, 1, bias=False)
+        layer.register_buffer("mask", torch.ones(1000, dtype=torch.bool))
+        layer.register_buffer("scale", torch.tensor([0.1, 1e30, 3e-40]))
+        mask, scale = layer.mask, layer.scale
+        ddp = DDP(layer, process_group=group, shards=2)
+        sent: list[int] = []
+        handle = group.register_hooks(before=lambda call: sent.append(call.inputs[0].numel()))
+        for index in ddp.shards_of([group.rank()]):
+            compute(ddp, index)
+        handle.remove()
+        assert sent[1:] == [8], "the weight's two elements, in room for eight"
+        assert layer.mask is mask
+        assert layer.scale is scale
+        return mask.all().item(), scale.tolist()
+
+    kept = True, torch.tensor([0.1, 1e30, 3e-40]).tolist()
+    assert run_ranks(2, one_rank) == [kept] * 2
+
+
+def test_a_buffer_that_changes_its_shape_is_refused() -> None:
+    def one_rank(group: Group) -> None:
+        layer = nn.Linear(2, 1, bias=False)
+        layer.register_buffer("seen", torch.zeros(1))
+        ddp = DDP(layer, process_group=group, shards=2)
+        with pytest.raises(ModuleStateError, match="buffer seen"), ddp.shard(shard(0, 2)):
+            layer.seen = torch.zeros(2)
+
+    run_ranks(1, one_rank)
+
+
 def test_an_evaluation_between_steps_is_as_ever() -> None:
     def one_rank(group: Group) -> Any:
         ddp = linear(group).eval()

@@ -23,6 +23,7 @@ from ..groups import Group, ReduceOp
 from .sums import Grid, chunks, largest_of, put_nonfinite, without_nonfinite, words_for
 
 _BUCKET = 25 * 1024 * 1024  # bytes
+_RARE_BUCKET = 64 * 1024
 _ALIGN = 8  # elements, 64 bytes: every mean begins where kernels like it
 
 NONFINITE = -(1 << 30)  # stands for a level, where infinities and NaNs are counted
@@ -34,6 +35,7 @@ class Summed:
 
     name: str
     like: Tensor  # has the same shape, type, device and order of elements
+    rare: bool = False  # most steps have no terms for it, so it travels with none that have
 
     @cached_property
     def exact(self) -> bool:
@@ -137,15 +139,16 @@ class StepSums:
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
         rows: list[list[int]] = []
-        open_rows: dict[torch.device, tuple[list[int], int]] = {}
+        open_rows: dict[tuple[torch.device, bool], tuple[list[int], int]] = {}
         for number in numbers:
             of = self.tensors[number]
-            row, filled = open_rows.get(of.like.device, ([], 0))
-            if not row or filled + 8 * _padded(of) > _BUCKET:
+            kind, size = (of.like.device, of.rare), 8 * _padded(of)
+            row, filled = open_rows.get(kind, ([], 0))
+            if not row or filled + size > (_RARE_BUCKET if of.rare else _BUCKET):
                 row, filled = [], 0
                 rows.append(row)
             row.append(number)
-            open_rows[of.like.device] = row, filled + 8 * _padded(of)
+            open_rows[kind] = row, filled + size
         return rows
 
     def add(self, terms: Mapping[int, Tensor], weight: int) -> None:

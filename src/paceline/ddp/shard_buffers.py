@@ -8,6 +8,8 @@ batches that BatchNorm keeps, change by the mean too, rounded: one step is one b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -31,17 +33,26 @@ class ShardBuffers:
 
     def take_changes(self) -> dict[str, Tensor]:
         """What has changed since the step began, which is undone."""
-        found = {}
-        for name, tensor in self._require_same().items():
-            before = self._before[name]
-            if tensor.is_floating_point():
-                change = tensor.to(torch.float64) - before.to(torch.float64)
-            else:
-                change = tensor.to(torch.int64) - before.to(torch.int64)
-            if bool((change != 0).any()):  # NaN counts as a change
-                found[name] = change
+        now = self._require_same()
+        found = {name: self._change(name, now[name]) for name in self._changed(now)}
         self.undo()
         return found
+
+    def _changed(self, now: Mapping[str, Tensor]) -> list[str]:
+        """The names of those that have changed; waits for each device once."""
+        flags: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in now.items():
+            flags.setdefault(tensor.device, {})[name] = (tensor != self._before[name]).any()
+        return [
+            name
+            for row in flags.values()
+            for name, changed in zip(row, torch.stack(list(row.values())).tolist(), strict=True)
+            if changed
+        ]
+
+    def _change(self, name: str, tensor: Tensor) -> Tensor:
+        exact = torch.float64 if tensor.is_floating_point() else torch.int64
+        return tensor.to(exact) - self._before[name].to(exact)
 
     def undo(self) -> None:
         """Make them what they were when the step began."""

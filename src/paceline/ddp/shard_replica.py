@@ -83,7 +83,10 @@ class ShardReplica(Replica):
     def _make_sums(self) -> StepSums:
         tensors = {**self._params, **self._buffers.tensors}
         self._numbers = {name: number for number, name in enumerate(tensors)}
-        summed = [Summed(name, tensor.detach()) for name, tensor in tensors.items()]
+        summed = [
+            Summed(name, tensor.detach(), rare=name not in self._params)
+            for name, tensor in tensors.items()
+        ]
         return StepSums(summed, self.shards, self.group)
 
     def _refuse_unfit(self) -> None:
