@@ -480,3 +480,44 @@ def test_failures_of_other_kinds_are_not_taken_for_a_reason() -> None:
 
     with pytest.raises(RanksFailedError, match="shapes cannot be multiplied"):
         run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_where_headers_are_read_late_a_failed_step_changes_nothing_and_ranks_stay_alike(
+    name: str,
+) -> None:
+    def one_rank(group: Group) -> list[torch.Tensor]:
+        ddp = paceline.DistributedDataParallel(seeded("mlp"), process_group=group)
+        ddp.replica.read_late()
+        params = ddp.parameters()
+        optimizer = torch.optim.AdamW(params) if name == "adamw" else torch.optim.SGD(params, 0.1)
+        failing = [False]
+
+        def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if failing[0]:
+                raise ArithmeticError("no luck")
+            return loss_of(model, x, y)
+
+        step = train_step(ddp, optimizer, loss)
+        for number in range(4):
+            step(*batch(group.rank(), number))
+        before = [p.detach().clone() for p in ddp.parameters()]
+        failing[0] = group.rank() == 1
+        if failing[0]:
+            with pytest.raises(ArithmeticError):
+                step(*batch(1, 4))
+        else:
+            step(*batch(0, 4))
+        assert all(torch.equal(p, q) for p, q in zip(before, ddp.parameters(), strict=True))
+        failing[0] = False
+        if group.rank() == 0:
+            with pytest.raises(PeerError, match="no luck"):
+                step(*batch(0, 5))
+        else:
+            step(*batch(1, 5))
+        for number in range(6, 9):
+            step(*batch(group.rank(), number))
+        return [p.detach().clone() for p in ddp.parameters()]
+
+    first, second = run_ranks(2, one_rank)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

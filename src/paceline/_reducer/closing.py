@@ -47,7 +47,7 @@ class PassClosing:
         """Leave the averages of all ranks in ``.grad``, or raise on all of them; all was sent."""
         told = self._of.mailbox.told = self._wait()
         self._divide(told)
-        self._refuse_overdue()
+        self._refuse_overdue(at_once=tell_end)
         self._refuse_trouble(told)
         self._hand_out(told)
         self._settle_weights(told)
@@ -180,12 +180,19 @@ class PassClosing:
 
     # -- what it comes to ---------------------------------------------------------------------
 
-    def _refuse_overdue(self) -> None:
-        """Raise what was not known in the pass before; not earlier, so that this one is whole."""
-        if self._overdue:
-            of = self._of
-            said = messages.left(self._group, of.diary.model, of.runner.passes - 1)
-            raise PeerError(self._group.rank(), said, "in the pass before this one")
+    def _refuse_overdue(self, *, at_once: bool) -> None:
+        """Raise what was not known in the pass before; not earlier, so that this one is whole.
+
+        Where a graph steps with the averages, it waits for the end of the step: all ranks step.
+        """
+        if not self._overdue:
+            return
+        of = self._of
+        said = messages.left(self._group, of.diary.model, of.runner.passes - 1)
+        error = PeerError(self._group.rank(), said, "in the pass before this one")
+        if at_once:
+            raise error
+        of.handed.overdue = error
 
     def _refuse_trouble(self, told: Header | None) -> None:
         """When a rank said that it cannot go on, raise what it says on every rank."""

@@ -30,6 +30,7 @@ class Handed:
         self.reducer = reducer
         self._complete: Pass | None = None  # the pass to which a graph has given all it has
         self._untold: Pass | None = None  # has its averages, and observers know nothing of its end
+        self.overdue: Exception | None = None  # what became of the pass before the last one
 
     def plan_ahead(self) -> None:
         """Make the plan that a first pass would lead to; every rank calls it.
@@ -84,6 +85,7 @@ class Handed:
         self._complete = None
         self.average()
         self.graph_ended()
+        self.refuse_overdue()
 
     def _running(self) -> Pass:
         runner = self.reducer.runner
@@ -163,6 +165,12 @@ class Handed:
         done, self._untold = self._untold, None
         if done is not None:
             self.reducer.observers.tell_end(done)
+
+    def refuse_overdue(self) -> None:
+        """Raise what a pass has only heard of now: a rank could not go on in the one before."""
+        error, self.overdue = self.overdue, None
+        if error is not None:
+            raise error
 
     def gather(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients, by number, to those that a later pass averages."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..recorder import events
 from .bucket import Bucket
-from .dividing import FIXED, Divider, trouble_in
+from .dividing import FIXED, Divider
 
 _IDLE = 2.0**-20  # above zero, and too little to count as use
 _UNTOLD = -1.0  # what no header says of weights
@@ -118,7 +118,6 @@ def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
 class Kept:
     """What ranks said in a pass, on its way from the device."""
 
-    memory: Tensor  # on the device
     copy: Tensor
     event: torch.cuda.Event | None
     unit: float  # of the weights in it
@@ -190,7 +189,7 @@ class Mailbox:
         copy.copy_(memory, non_blocking=True)
         if event is not None:
             event.record()
-        self._kept = Kept(memory, copy, event, unit)
+        self._kept = Kept(copy, event, unit)
         return self._kept
 
     def divide(self, buckets: Sequence[Bucket], memory: Tensor, ranks: int) -> None:
@@ -207,13 +206,10 @@ class Mailbox:
             kept.header = self._parsed(kept.copy, ranks)
         return kept
 
-    def unread(self) -> Tensor | None:
-        """Numbers that are above zero where a rank could not go on in the last pass, on the device.
-
-        None if that is known: nobody could not, or somebody was told.
-        """
-        kept = self._kept
-        return None if kept is None or kept.heard else trouble_in(kept.memory)
+    @property
+    def is_read(self) -> bool:
+        """Whether what ranks said in the last pass is known here."""
+        return self._kept is None or self._kept.heard
 
     def has_failed(self, ranks: int) -> bool:
         """Whether a rank could not go on in the last pass and nobody was told; waits as well."""

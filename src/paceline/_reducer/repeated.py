@@ -181,6 +181,6 @@ class RepeatedExchange:
         of.diary.ends()
         if overdue:
             said = messages.left(of.group, of.diary.model, of.runner.passes - 2)
-            raise PeerError(of.group.rank(), said, "in the pass before this one")
+            of.handed.overdue = PeerError(of.group.rank(), said, "in the pass before this one")
         of.observers.tell_end(Pass(state=State.ENDED, header=self.memory))
         of.observers.tell_averages()

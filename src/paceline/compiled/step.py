@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 from .._torch import dynamo, foreach, optim
 from .._torch.nn import backward_hooks, backward_pre_hooks
 from ..ddp import DistributedDataParallel
-from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError, NotCapturedError
+from ..errors import (
+    ModuleArgumentError,
+    ModuleStateError,
+    ModuleTypeError,
+    NotCapturedError,
+    PacelineError,
+)
 from . import graph_passes, program, reasons, step_plan, updates
 from .binding import Binding
 from .explain import Schedule
@@ -127,7 +133,10 @@ class Step:
         if not self.reason and (reason := reasons.now(self.ddp, self._binding.params)):
             self._fall_back_now(reason)
         loss = None if self.reason else self._try_compiled(inputs, last)
-        return self._eager_step(inputs, last) if loss is None else loss
+        if loss is None:
+            return self._eager_step(inputs, last)
+        self._wire.reducer.handed.refuse_overdue()
+        return loss
 
     def _refuse_manual(self) -> None:
         """A step waits for its averages: it has an optimizer behind them."""
@@ -160,9 +169,19 @@ class Step:
             reason = reasons.of(error)
             if not reason or self.settings.fullgraph:
                 self.ddp.replica.forward_failed(error)
+                self._count_failed(error, last)
                 raise
             self._fall_back(reason)
             return None
+
+    def _count_failed(self, error: Exception, last: bool) -> None:
+        """Count a step that failed here, where the others count it before they know.
+
+        It changes nothing on any rank; but whoever goes on has to count as the others do.
+        """
+        late = last and self._wire.reducer.reads_late and self._wire.reducer.group.size() > 1
+        if late and not isinstance(error, PacelineError):
+            updates.count_step(self._binding.classes, [True] * len(self._binding.params))
 
     def _drop_grads(self) -> None:
         for param in self._binding.params:

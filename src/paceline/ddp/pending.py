@@ -5,9 +5,8 @@ the last pass there is no later one. So a state dict, of the wrapper or of its m
 the group and optimizers ask first, and raise what another rank said. The end of the group asks also
 for a wrapper that is no more.
 
-An optimizer must not step with what is no average. A fused one is told so on the device, where it
-leaves all as it is, and nobody waits; the next pass raises. Before any other one steps, the header
-is awaited.
+An optimizer must not step with what is no average, nor on some ranks only. So before one steps, the
+header is awaited: the device has by then got as far as the averages that the step is about to read.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .._reducer import look_before_steps, steps
-from .._torch.optim import can_skip, skip_where
 from ..errors import PeerError
 
 if TYPE_CHECKING:
@@ -61,17 +60,18 @@ def follow(replica: Replica) -> None:
 
 
 def _ask_before_step(replica: Replica, optimizer: Optimizer) -> None:
-    trouble = replica.reducer.mailbox.unread()
-    if trouble is None and not replica.companions:
+    reducers = (replica.reducer, *replica.companions)
+    if all(reducer.mailbox.is_read for reducer in reducers) or _captures(replica):
         return
     its = steps(optimizer)
-    if not any(id(param) in its for param in replica.reducer.params):
-        return
-    waits = getattr(optimizer, "asks_first", False)  # it is one of ours, and others step with it
-    if trouble is None or waits or not can_skip(optimizer):
+    if any(id(param) in its for param in replica.reducer.params):
         replica.hear()
-    else:
-        skip_where(optimizer, (trouble > 0).any().float())
+
+
+def _captures(replica: Replica) -> bool:
+    """Whether somebody captures what happens now, to be done later: nobody can wait for that."""
+    on_gpu = replica.reducer.params[0].is_cuda
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:
