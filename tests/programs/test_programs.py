@@ -35,7 +35,7 @@ def test_a_program_prints_the_same_numbers_under_torch_and_under_paceline(name: 
     torchs, _ = run(name)
     ours, said = run(name, "--drop-in")
     assert "opened paceline's engine shm" in said
-    assert len(torchs) > 3
+    assert len(torchs) >= 3
     assert any(NUMBER.search(line) for line in torchs)
     assert ours == torchs
 
