@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "crew" in metafunc.fixturenames:
         counts = machine.RANKS if torch.cuda.is_available() else machine.RANKS[:1]
         ids = [f"{count}-ranks" for count in counts]
-        metafunc.parametrize("crew", counts, ids=ids, indirect=True, scope="session")
+        metafunc.parametrize("crew", counts, ids=ids, indirect=True, scope="package")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen.add(key)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """Ranks that run tests; they are started by the first, and again after one that fails."""
     crew = Crew(machine.here(), request.param)

@@ -442,6 +442,8 @@ MAY_NAME = {
     "cli/demo/": "users choose by name, and torch's gloo is what the demo compares with",
     "cli/doctor/": "tells users by name what auto would take",
     "cli/run/start.py": "names that --backend takes",
+    "cli/sharing.py": "the same",
+    "groups/torch_init.py": "what scripts that are written for torch ask for",
     "compiled/explain.py": "opens a fake group to plan with",
     "compiled/objects.py": "opens a fake group to make types of",
     "_torch/nccl.py": "torch's names for its NCCL engines",

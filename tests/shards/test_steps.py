@@ -378,7 +378,7 @@ def test_conditions_that_have_changed_are_named() -> None:
         saved = ddp.conditions()
         ddp.require_conditions(saved)
         with pytest.raises(ModuleStateError, match="threads: 77 then"):
-            ddp.require_conditions({**saved, "threads": "77"})
+            ddp.require_conditions({**saved, "number of threads": "77"})
 
     run_ranks(1, one_rank)
 

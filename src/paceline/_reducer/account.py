@@ -59,7 +59,7 @@ def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> A
     return Agreed(sum(weight for _, _, weight in _by(3, owners)), touched, found)
 
 
-_SAME = ("step", "threads", "trained parameters")
+_SAME = ("step", "number of threads", "trained parameters")
 
 
 def _write(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> list[int]:

@@ -81,7 +81,7 @@ def conditions(shards: int, device: torch.device) -> dict[str, str]:
     """What the bits of a run depend on besides its code, data and seed, by name."""
     found = {
         "shards": str(shards),
-        "threads": str(torch.get_num_threads()),
+        "number of threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "machine": platform.machine(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),

@@ -164,7 +164,7 @@ class ShardReplica(Replica):
     def _begin_step(self) -> None:
         trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._same = {
-            "threads": str(torch.get_num_threads()),
+            "number of threads": str(torch.get_num_threads()),
             "trained parameters": ", ".join(trained),
         }
         self._base = {name: p.grad for name, p in trained.items() if p.grad is not None}

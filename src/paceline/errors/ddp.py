@@ -106,10 +106,10 @@ class StepMismatchError(PacelineError, RuntimeError):
         found = [f"rank {rank} has {value}" for rank, value in self.said.items()]
         remedy = {
             "step": "Ranks do the same steps of the same data; resume all of them from one place.",
-            "threads": "Give every rank as many threads: torch.set_num_threads, OMP_NUM_THREADS.",
+            "number of threads": "Give every rank as many: torch.set_num_threads, OMP_NUM_THREADS.",
         }.get(self.what, "Freeze and thaw the same parameters on every rank.")
         return (
-            f"rank {self.rank}: {self.what} differ{'s' if self.what == 'step' else ''} between "
+            f"rank {self.rank}: {self.what} differ{'' if self.what.endswith('parameters') else 's'} between "
             f"ranks: {some_of(found, '; ')}. Results would depend on who computed which shard. "
             f"There is no average, and every rank raises this. {remedy}"
         )
