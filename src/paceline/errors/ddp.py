@@ -108,8 +108,9 @@ class StepMismatchError(PacelineError, RuntimeError):
             "step": "Ranks do the same steps of the same data; resume all of them from one place.",
             "number of threads": "Give every rank as many: torch.set_num_threads, OMP_NUM_THREADS.",
         }.get(self.what, "Freeze and thaw the same parameters on every rank.")
+        differs = "differ" if self.what.endswith("parameters") else "differs"
         return (
-            f"rank {self.rank}: {self.what} differ{'' if self.what.endswith('parameters') else 's'} between "
+            f"rank {self.rank}: {self.what} {differs} between "
             f"ranks: {some_of(found, '; ')}. Results would depend on who computed which shard. "
             f"There is no average, and every rank raises this. {remedy}"
         )
