@@ -60,7 +60,7 @@ if not _is_command_line():
         from .install import install, uninstall
         from .join import Join, Joinable, JoinHook
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "DistributedDataParallel",

@@ -17,7 +17,7 @@ import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
 from paceline.compiled import Step, train_step
-from paceline.compiled.replay import WARM_UP, Replays
+from paceline.compiled.replay import TRIAL, WARM_UP, Replays, Trial
 from paceline.compiled.wire import Wire
 from paceline.errors import NotCapturedError
 from paceline.groups.collectives import Collectives
@@ -234,3 +234,53 @@ def test_a_parameter_without_a_gradient_is_named(group: Group) -> None:
     partly.replays = Replays(wire, partly._binding, asked=True, capture=CalledAgain(wire))
     with pytest.raises(NotCapturedError, match=r"no gradient comes to unused\."):
         train(partly, batches(6))
+
+
+# Does a graph pay?
+
+
+class Clock:
+    """Stands for a CUDA event; the device's time is what the test says."""
+
+    now = 0.0
+
+    def __init__(self, **_options: bool) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, other: Clock) -> float:
+        return other.at - self.at
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, without: float, replay: float) -> list[str]:
+    """What a trial says after each replay."""
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trial = Trial()
+
+    def take(milliseconds: float) -> None:
+        Clock.now += milliseconds
+
+    for _ in range(WARM_UP):
+        trial.time(trial.without, lambda: take(without))
+    said = []
+    for _ in range(TRIAL + 3):
+        trial.time(trial.replays, lambda: take(replay))
+        said.append(trial.objection())
+    return said
+
+
+def test_a_graph_that_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(monkeypatch, 10.0, 4.0) == [""] * (TRIAL + 3)
+
+
+def test_a_graph_that_is_not_quicker_is_dropped_once_with_both_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = tried(monkeypatch, 10.0, 9.9)
+    assert [text for text in said if text] == ["a replay takes 9.9 ms, a step without 10.0"]

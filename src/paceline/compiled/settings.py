@@ -25,7 +25,7 @@ class Settings:
     dynamic: bool | None = None  # as torch.compile takes it
     backend: Any = "inductor"
     options: Mapping[str, Any] = field(default_factory=dict)  # for Inductor
-    graph: bool | None = None  # one CUDA graph for each step; None: where it is quicker
+    graph: bool | None = None  # one CUDA graph for each step; None: on one rank, if quicker
     compile_timeout: timedelta = timedelta(minutes=30)  # for ranks that wait while another compiles
 
     def __post_init__(self) -> None:
