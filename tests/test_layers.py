@@ -45,6 +45,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "metrics": frozenset({"groups", "policies"}),
         "testing": frozenset({"_transport", "groups", "recorder"}),
         "groups": frozenset({"_transport"}),
+        "_members": frozenset(),
         "_transport": frozenset(),
         "policies": frozenset(),
         # Not groups: whoever writes an event runs recorder/__init__.py first.
