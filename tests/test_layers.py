@@ -29,7 +29,7 @@ PUBLIC = frozenset(
 LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "__main__": frozenset({"cli"}),
-        "cli": PUBLIC | {ROOT},
+        "cli": PUBLIC | {ROOT, "_members"},  # of _members: what agents say to the keeper
         ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
