@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from ..errors import PeerError, ShardAccountError, StepMismatchError
+from ..errors import (
+    NonFiniteGradientError,
+    PeerError,
+    ShardAccountError,
+    StepMismatchError,
+)
 from ..groups import Group, ReduceOp
 from .step_sums import NONFINITE, Sum
 
@@ -30,6 +35,8 @@ class Done:
     weights: Mapping[int, int]  # of the shards that this rank has computed
     same: Mapping[str, str]  # must be the same on all ranks that say anything; by what it is
     trouble: str = ""  # why this rank cannot go on
+    call: bool = False  # this rank wants all ranks to stop and look after the step
+    finite: bool = False  # infinities and NaNs are refused; the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -39,31 +46,41 @@ class Agreed:
     weight: int  # of all shards
     touched: frozenset[int]  # tensors that a shard had a term for
     levels: dict[int, list[int]] = field(default_factory=dict)  # of their terms, highest first
+    call: bool = False  # a rank wants all ranks to stop and look
 
 
 def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> Agreed:
     """Exchange accounts; raises on all ranks unless each shard was computed once."""
     said = _write(group, done, tensors, sums)
     heard = _largest(group, said)
-    fixed = 1 + 2 * len(_SAME)
+    fixed = 2 + 2 * len(_SAME)
     owners = heard[fixed : fixed + 3 * done.shards]
-    if heard[0] or not _agrees(heard[1:fixed]) or not _complete(owners):
+    if heard[0] or not _agrees(heard[2:fixed]) or not _complete(owners):
         _explain(group, done)
     rows = _by(4, heard[fixed + 3 * done.shards :])
     touched = frozenset(n for n, row in enumerate(rows) if row[0] > 0)
     levels = {n: [row[1], -row[2]] for n, row in enumerate(rows) if row[1] != _NOTHING}
+    if done.finite and any(row[3] > 0 for row in rows):
+        _name_nonfinite(group, sums)
     found = _all_levels(group, levels, sums)
     for number, row in enumerate(rows):
         if row[3] > 0:  # counted beside a level, be it one of zeros
             found[number] = [*found.get(number, [0]), NONFINITE]
-    return Agreed(sum(weight for _, _, weight in _by(3, owners)), touched, found)
+    weight = sum(weight for _, _, weight in _by(3, owners))
+    return Agreed(weight, touched, found, bool(heard[1]))
 
 
-_SAME = ("step", "number of threads", "trained parameters")
+_SAME = (
+    "step",
+    "number of threads",
+    "trained parameters",
+    "optimizer settings",
+    "number of backward passes",
+)
 
 
 def _write(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> list[int]:
-    said = [int(bool(done.trouble))]
+    said = [int(bool(done.trouble)), int(done.call)]
     for name in _SAME:
         number = _digest(done.same[name]) if name in done.same else None
         said += [_NOTHING, _NOTHING] if number is None else [number, -number]
@@ -120,6 +137,14 @@ def _by(width: int, numbers: Sequence[int]) -> list[Sequence[int]]:
 
 def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _name_nonfinite(group: Group, sums: Mapping[int, Sum]) -> None:
+    """Tell which ranks have infinities or NaNs in what: all know that one has."""
+    mine = [found.of.name for found in sums.values() if NONFINITE in found.others]
+    everyone: Any = group.all_gather_object(mine) if group.size() > 1 else [mine]
+    named = {rank: tuple(names) for rank, names in enumerate(everyone) if names}
+    raise NonFiniteGradientError(group.rank(), named)
 
 
 def _explain(group: Group, done: Done) -> None:

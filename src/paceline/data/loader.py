@@ -96,6 +96,21 @@ class ShardedLoader:
             yield ShardedStep(self, self._epoch, step)
         self.seek(self._epoch + 1)
 
+    def next_step(self) -> ShardedStep:
+        """The step that is given out next; after the last of an epoch the first of the next one."""
+        if self._step >= len(self):
+            self.seek(self._epoch + 1)
+        if self._step == 0:
+            self._measure()
+        self._require_same_length()
+        self._step += 1
+        return ShardedStep(self, self._epoch, self._step - 1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all steps of this epoch are given out."""
+        return self._step >= len(self)
+
     @property
     def epoch(self) -> int:
         """The epoch that an iteration would be in now."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 SUMS = "the wrapper's sums over the shards of a step"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 _LIMIT = 1 << 53  # samples of a shard
 
 
@@ -69,6 +72,8 @@ class ShardReplica(Replica):
         self._weight: int | None = None  # of the shard that is computed now, if it was said
         self._same: dict[str, str] = {}  # what must be the same on all ranks
         self._base: dict[str, Tensor] = {}  # gradients from before the step
+        self._passes = 0  # backward passes of the shard that is computed now
+        self._all_passes: set[int] = set()  # of each of the shards computed
         self._sums = self._make_sums()
         look_before_steps(self._sums, _Look(self))
         if self.shards < group.size():
@@ -127,10 +132,9 @@ class ShardReplica(Replica):
 
     def _enter(self, shard: Shard) -> None:
         self._check(shard)
-        if self._phase is StepPhase.BETWEEN:
-            self._begin_step()
+        self.begin_step()
         self._same["step"] = shard.place
-        self._phase, self._weight = StepPhase.INSIDE, None
+        self._phase, self._weight, self._passes = StepPhase.INSIDE, None, 0
 
     def _check(self, shard: Shard) -> None:
         rank = self.group.rank()
@@ -161,6 +165,11 @@ class ShardReplica(Replica):
                 "ddp.sync_grads().",
             )
 
+    def begin_step(self) -> None:
+        """Make room for the sums of a step, unless that is done; the first shard of it does so."""
+        if self._phase is StepPhase.BETWEEN:
+            self._begin_step()
+
     def _begin_step(self) -> None:
         trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._same = {
@@ -172,7 +181,7 @@ class ShardReplica(Replica):
             trained[name].grad = None
             self._base[name] = grad.detach().clone()  # its memory may be that of the sums
         self._buffers.begin_step()
-        self._weights = {}
+        self._weights, self._all_passes = {}, set()
         wanted = [*trained, *self._buffers.tensors]
         self._sums.begin(self._numbers[name] for name in wanted)
         self._phase = StepPhase.OPEN
@@ -186,6 +195,7 @@ class ShardReplica(Replica):
             if weight:  # otherwise it is as if it had not been
                 self._sums.add(terms, weight)
         self._weights[shard.index] = weight
+        self._all_passes.add(self._passes)
         self._phase = StepPhase.OPEN
 
     def _take_gradients(self) -> dict[int, Tensor]:
@@ -224,11 +234,14 @@ class ShardReplica(Replica):
             settle(self.group, self._done(text), len(self._numbers), {})
         self._give_up()
 
+    def give_up(self) -> None:
+        """Drop what was computed of a step; buffers and gradients are as when it began."""
+        self._give_up()
+
     def _give_up(self) -> None:
-        """Drop what was computed of the step; buffers are as they were when it began."""
         if self._phase is not StepPhase.BETWEEN:
-            for param in self._params.values():
-                param.grad = None
+            for name, param in self._params.items():
+                param.grad = self._base.get(name)
             self._buffers.undo()
         self._base, self._weights = {}, {}
         self._phase = StepPhase.BETWEEN
@@ -244,38 +257,61 @@ class ShardReplica(Replica):
                     "loop over its shards was left early. The other ranks are told so.",
                     "Let the loop run to its end, or call ddp.sync_grads().",
                 )
+        yield from self.taken_from(items)
+        self.finish()
+
+    def taken_from(self, items: Iterable[Item]) -> Iterator[Item]:
+        """``items``; should one of them not come, the other ranks' step ends with what happened."""
         source = iter(items)
         while True:
             with self._telling():
                 item = next(source, _END)
             if item is _END:
-                break
+                return
             yield item
-        self.finish()
 
     def finish(self) -> None:
         """End a step: leave the means over all shards of all ranks in ``.grad``; all call it."""
+        self.end_step()
+        self.reducer.observers.tell_averages()
+
+    def end_step(
+        self, call: bool = False, *, same: Mapping[str, str] = EMPTY, finite: bool = False
+    ) -> bool:
+        """:meth:`finish`, without those who wait for averages; whether a rank came with ``call``.
+
+        ``same`` must be the same on all ranks; with ``finite`` infinities and NaNs are refused.
+        """
         if self._phase is StepPhase.INSIDE:
             raise ModuleStateError(
                 f"rank {self.group.rank()}: a step was to end inside a shard.",
                 "Leave the shard first.",
             )
-        if self._phase is StepPhase.BETWEEN:
-            self._begin_step()
+        self.begin_step()
+        self._same.update(same)
         try:
             with torch.no_grad(), events.calls_for(self.group.board, SUMS):
-                self._average()
+                called = self._average(replace(self._done(), call=call, finite=finite))
         except BaseException:
             self._give_up()
             raise
         self._phase, self._weights, self._base = StepPhase.BETWEEN, {}, {}
+        return called
+
+    def tell_averages(self) -> None:
+        """Let those who wait for averages know that they are there."""
         self.reducer.observers.tell_averages()
+
+    @property
+    def passes(self) -> str:
+        """How many backward passes a shard has had in this step; empty where they differ."""
+        return str(next(iter(self._all_passes))) if len(self._all_passes) == 1 else ""
 
     def _done(self, trouble: str = "") -> Done:
         return Done(self.shards, dict(self._weights), dict(self._same), trouble)
 
-    def _average(self) -> None:
-        agreed = settle(self.group, self._done(), len(self._numbers), self._sums.sums)
+    def _average(self, done: Done) -> bool:
+        agreed = settle(self.group, done, len(self._numbers), self._sums.sums)
         self._sums.exchange(agreed.levels)
         for name, number in self._numbers.items():
             if number not in self._sums.sums:
@@ -288,6 +324,7 @@ class ShardReplica(Replica):
                 self._buffers.change(name, self._sums.mean_whole(number, agreed.weight))
             elif counts:
                 self._buffers.change(name, self._sums.mean(number, agreed.weight))
+        return agreed.call
 
     def _put_gradient(self, name: str, mean: Tensor | None) -> None:
         param, base = self._params[name], self._base.get(name)
@@ -314,11 +351,19 @@ class ShardReplica(Replica):
 
     def after_forward(self, output: Any) -> None:
         """Refuse a backward pass of a forward that was no shard's."""
-        if self._phase is StepPhase.INSIDE or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._refuse_backward)
+        found = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        outputs = [tensor for tensor in found if tensor.grad_fn is not None]
+        if self._phase is StepPhase.INSIDE:
+            for tensor in outputs[:1]:
+                tensor.register_hook(self._count_backward)
+            return
+        for tensor in outputs:
+            tensor.register_hook(self._refuse_backward)
+
+    def _count_backward(self, _grad: Tensor) -> None:
+        self._passes += 1
 
     def _refuse_backward(self, _grad: Tensor) -> None:
         if self._phase is not StepPhase.INSIDE:
@@ -373,6 +418,8 @@ class ShardReplica(Replica):
         """Go on in another group; a step that was begun is dropped."""
         self._give_up()
         super().move_to(group)
+        self.averaging = _NoSwitch(group.rank())
+        self._buffers = ShardBuffers(self.buffers, group.rank())
         self._sums = self._make_sums()
         look_before_steps(self._sums, _Look(self))
 

@@ -65,6 +65,7 @@
     ├── CodecStateError            a codec's state that does not fit            (RuntimeError)
     ├── ShardAccountError          not each shard of a step was computed once   (RuntimeError)
     ├── StepMismatchError          ranks differ in what a step depends on       (RuntimeError)
+    ├── NonFiniteGradientError     a rank has a NaN in what would be averaged   (FloatingPointError)
     ├── ScatterError              gradients that cannot be cut into stretches  (ValueError)
     ├── OptimizerArgumentError     a bad argument of an optimizer of ours       (ValueError)
     │   ├── OptimizerTypeError     …of a wrong type                             (TypeError)
@@ -118,6 +119,7 @@ from .ddp import (
     ModuleArgumentError,
     ModuleStateError,
     ModuleTypeError,
+    NonFiniteGradientError,
     PassStateError,
     PeerError,
     ReplicatedTwiceError,
@@ -229,6 +231,7 @@ __all__ = [
     "ModuleTypeError",
     "MonitoredBarrierError",
     "NestedJoinError",
+    "NonFiniteGradientError",
     "NotANumberError",
     "NotCapturedError",
     "NotJoinableError",

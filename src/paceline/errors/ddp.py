@@ -107,12 +107,30 @@ class StepMismatchError(PacelineError, RuntimeError):
         remedy = {
             "step": "Ranks do the same steps of the same data; resume all of them from one place.",
             "number of threads": "Give every rank as many: torch.set_num_threads, OMP_NUM_THREADS.",
+            "optimizer settings": "Change the learning rate and the like on every rank alike.",
+            "number of backward passes": "Call backward equally often in every shard.",
         }.get(self.what, "Freeze and thaw the same parameters on every rank.")
         differs = "differ" if self.what.endswith("parameters") else "differs"
         return (
             f"rank {self.rank}: {self.what} {differs} between "
             f"ranks: {some_of(found, '; ')}. Results would depend on who computed which shard. "
             f"There is no average, and every rank raises this. {remedy}"
+        )
+
+
+@dataclass(eq=False)
+class NonFiniteGradientError(PacelineError, FloatingPointError):
+    """A rank has an infinity or a NaN in what a step would average. Every rank raises it."""
+
+    rank: int
+    found: Mapping[int, Sequence[str]]  # names of parameters and buffers, by rank
+
+    def __str__(self) -> str:
+        who = [f"rank {rank} in {some_of(list(names))}" for rank, names in self.found.items()]
+        return (
+            f"rank {self.rank}: infinities or NaNs in gradients: {some_of(who, '; ')}. The step "
+            "was not committed on any rank: weights are those of the step before. Look at the "
+            'data and the loss of that rank; with a gradient scaler, pass nonfinite="allow".'
         )
 
 

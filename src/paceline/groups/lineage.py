@@ -217,6 +217,22 @@ class Lineage(Collectives):
         self._adopt(engine, new.index(self._rank), after, store)
         return self
 
+    def move(self, store: Store, rank: int, members: Sequence[int]) -> Self:
+        """Go on as ``rank`` of ``members``, whatever ranks the group had before.
+
+        Whoever holds the group keeps it.
+        Every member calls it, with a store that nobody else uses. What is under way is aborted. If
+        it fails the group stays closed, and can be moved again.
+        """
+        if self._closed in ("shut down", FORKED):
+            self._alive("move")
+        reopen = self._need_reopen()
+        self._close_engine("aborted")
+        engine = reopen(store, rank, len(members), self._options)
+        self._home = store
+        self._adopt(engine, rank, members, store)
+        return self
+
     def _close_engine(self, why: str) -> None:
         self._closed = why
         self._engine.abort()

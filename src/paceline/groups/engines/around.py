@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -12,7 +14,10 @@ from .gloo.engine import GlooEngine
 from .nccl import NcclEngine
 from .torch_engine import TorchEngine
 
-_KNOWN = {"gloo": GlooEngine, **dict.fromkeys(NCCL_NAMES, NcclEngine)}
+_KNOWN: dict[str, Callable[[ProcessGroup, torch.device], Engine]] = {
+    "gloo": GlooEngine,
+    **dict.fromkeys(NCCL_NAMES, NcclEngine),
+}
 
 
 def engine_around(inner: ProcessGroup, backend: str, device: torch.device) -> Engine:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ..._transport import MAX_RANKS, unavailable
+from ..._transport import MAX_RANKS, Clock, unavailable
 from ...errors import EngineUnavailableError, RankUnableError, UnexpectedOptionError
 from ..backends import Availability, EngineBackend, Opener, register_backend
 from ..engine import Engine
@@ -18,6 +18,7 @@ from .by_device import DeviceEngine
 from .choice import choose_backend, fall_back, require_descriptors
 from .fake import FakeEngine
 from .gloo.engine import GlooEngine, open_gloo
+from .gloo.links import Links
 from .hybrid.engine import HybridEngine
 from .nccl import NcclEngine, open_nccl
 from .shm import ShmEngine
@@ -34,7 +35,9 @@ def _open_gloo(
 ) -> Engine:
     if not options:  # which are refused
         require_descriptors(PrefixStore("descriptors", store), rank, size, timeout)
-    return GlooEngine(open_gloo(store, rank, size, timeout, device, **options), device)
+    with Links.watch(PrefixStore("links", store), rank, size, Clock(timeout)) as links:
+        inner = open_gloo(store, rank, size, timeout, device, **options)
+    return GlooEngine(inner, device, *links)
 
 
 def _open_nccl(

@@ -19,6 +19,7 @@ from ...engine import Call, Capabilities
 from ...work import Timed, Together
 from .. import integer_mean
 from ..torch_engine import BITWISE, TorchEngine
+from .links import Links
 from .pair import Pair
 
 _REDUCES = frozenset(
@@ -49,11 +50,29 @@ def open_gloo(
 class GlooEngine(TorchEngine):
     """torch's gloo group beneath one of ours."""
 
-    def __init__(self, inner: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, inner: ProcessGroup, device: torch.device, links: Links | None = None
+    ) -> None:
         super().__init__(inner, "gloo", device)
+        self._links = links
         devices = {device.type, "cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
         # Not lent to torch's C++: whoever holds a group there could be the last to hold the engine.
-        self.capabilities = Capabilities("gloo", frozenset(devices), name_in_torch="paceline_gloo")
+        self.capabilities = Capabilities(
+            "gloo",
+            frozenset(devices),
+            abortable=links is not None,
+            name_in_torch="paceline_gloo",
+        )
+
+    def abort(self) -> None:
+        """Cut the connections that it opened, if they are known: gloo itself cannot be aborted."""
+        if self._links is not None:
+            self._links.cut()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._links is not None:
+            self._links.close()
 
     def _pair_of(self, inner: ProcessGroup) -> Pair | None:
         return Pair(inner, self.watcher) if inner.size() == 2 else None

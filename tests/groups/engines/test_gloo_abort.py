@@ -1,0 +1,79 @@
+"""Group.abort over gloo, which has none of its own."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from paceline.groups import Group, new_group
+from paceline.testing import Meeting, spawn_ranks
+
+FAR = timedelta(minutes=5)
+
+
+def _wait_in_vain(group: Group, size: int) -> float:
+    """Wait for a rank that does not come, until somebody ends it; how long that took."""
+    try:
+        group.all_reduce(torch.ones(size))
+    except RuntimeError:
+        return time.monotonic()
+    raise AssertionError("the last rank never came")
+
+
+def _one_aborts(meeting: Meeting, size: int) -> float:
+    group, store = meeting.new_group("gloo", timeout=FAR), meeting.store()
+    if meeting.rank == 3:
+        store.wait(["waiting"])
+        began = time.monotonic()
+        group.abort()
+    elif meeting.rank == 0:
+        threading.Timer(0.2, store.set, ("waiting", "")).start()
+        began = _wait_in_vain(group, size)
+    else:
+        began = _wait_in_vain(group, size)
+    group.shutdown()
+    return began
+
+
+def test_one_rank_that_aborts_frees_those_that_wait_on_others() -> None:
+    for size in (1, 1 << 20):
+        *freed, aborted = spawn_ranks(4, _one_aborts, size)
+        assert max(freed) - aborted < 1.0
+
+
+def _each_aborts_itself(meeting: Meeting) -> bool:
+    """As a listener does that hears of a lost rank; the lost one is no neighbour of all."""
+    group, store = meeting.new_group("gloo", timeout=FAR), meeting.store()
+    group.all_reduce(torch.ones(8))
+    if meeting.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(0.1, group.abort).start()
+    _wait_in_vain(group, 8)
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = [0, 2, 3]
+    group.move(PrefixStore("second", store), ranks.index(meeting.rank), ranks)
+    total = torch.ones(8)
+    group.all_reduce(total)
+    assert (group.size(), group.members, total.tolist()) == (3, (0, 2, 3), [3.0] * 8)
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+    group.shutdown()
+    return True
+
+
+def test_survivors_over_gloo_are_freed_and_go_on_as_the_same_group() -> None:
+    assert spawn_ranks(4, _each_aborts_itself, may_die=[1]) == [True, None, True, True]
+
+
+def test_a_group_of_one_is_moved_and_moved_back() -> None:
+    group = new_group("gloo", store=HashStore(), rank=0, world_size=1)
+    for number in range(3):
+        group.move(PrefixStore(str(number), HashStore()), 0, [7 + number])
+        assert (group.rank(), group.size(), group.members) == (0, 1, (7 + number,))
+        total = torch.ones(2)
+        group.all_reduce(total)
+        assert total.tolist() == [1.0, 1.0]
+    group.shutdown()
