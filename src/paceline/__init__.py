@@ -35,7 +35,8 @@ def _is_command_line() -> bool:
     imported when somebody asks for one, by ``__getattr__``.
     """
     if sys.argv[:1] == ["-m"]:  # python is looking for the module that it was told to run
-        return "paceline" in sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
+        return module in (["paceline"], ["paceline._members"])
     return sys.argv[0].rpartition("/")[2] == "paceline" if sys.argv else False
 
 

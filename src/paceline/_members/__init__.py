@@ -1,7 +1,9 @@
-"""Who takes part in a job that ranks may leave and join: the words that are used for it.
+"""Who takes part in a job that ranks may leave and join.
 
 ``roster.py`` says what a rank of such a job sees of the others, and nothing about how they are
-reached; ``agents.py`` has what launchers and the process that keeps the roster tell each other.
+reached. ``council.py`` decides who trains together. ``in_process.py`` is for ranks that are
+threads. ``agents.py`` has what launchers and the process that keeps the roster tell each other.
+Importing any of it does not import torch.
 """
 
 from .agents import (
@@ -17,11 +19,15 @@ from .agents import (
     NoMore,
     Over,
 )
-from .roster import HowFar, Members, Roster, RosterChange
+from .council import Council, Rules
+from .in_process import SharedCouncil, ThreadMember
+from .roster import NOTHING, HowFar, Members, Roster, RosterChange
 
 __all__ = [
+    "NOTHING",
     "AgentHello",
     "AgentWord",
+    "Council",
     "EndJob",
     "Enlist",
     "Enlisted",
@@ -35,4 +41,7 @@ __all__ = [
     "Over",
     "Roster",
     "RosterChange",
+    "Rules",
+    "SharedCouncil",
+    "ThreadMember",
 ]

@@ -15,10 +15,12 @@ lost, or one that waits to be let in, calls for the next roster:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
-from torch.distributed import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 NOTHING = -1  # steps of a member that has no state of the job yet
 
@@ -58,9 +60,11 @@ class RosterChange(msgspec.Struct, frozen=True):
 
     kind: Literal["lost", "waiting", "leave", "end"]
     members: dict[int, str] = {}
-    """``lost``: members that are gone, and why; ranks that wait for them must be freed at once.
-    ``waiting``: members that would join after the step. ``leave``: this member is to leave after
-    the step. ``end``: the job is over, for the reason given."""
+    """``lost``: members that are gone or have given the roster up, and why; ranks that wait for
+    them must be freed at once. ``waiting``: members that would join after the step. ``leave``: this
+    member is to leave after the step. ``end``: the job is over."""
+    roster: int = 0  # the number of the roster that it is about
+    why: str = ""  # in words, for ``leave`` and ``end``
 
 
 class Members(Protocol):
@@ -73,7 +77,10 @@ class Members(Protocol):
     def meet(self, how_far: HowFar, timeout: float) -> Roster:
         """Wait for the next roster that this member is in.
 
-        Raises MembershipError when the job has ended without it, or in ``timeout`` seconds.
+        A meeting without ``how_far.why`` is one that all come to by themselves, after the same
+        step; otherwise members that have not come yet hear that the roster is ``lost``. Raises
+        MembershipError when the job has ended or goes on without this member, and after
+        ``timeout`` seconds.
         """
 
     def ready(self, number: int, trouble: str = "") -> bool:
@@ -88,8 +95,12 @@ class Members(Protocol):
     def tell(self, steps: int) -> None:
         """Say how many steps this member has committed; costs it next to nothing."""
 
-    def leave(self, why: str = "", failed: bool = False) -> None:
-        """Be a member no longer; the others hear ``why``."""
+    def leave(self, why: str = "", failed: bool = False, finished: bool = False) -> None:
+        """Be a member no longer; the others hear ``why``.
+
+        ``failed``: an error of the program in a step; the job ends when the same step fails on
+        three members. ``finished``: all steps are done, and no newcomer is let in any more.
+        """
 
     def close(self) -> None:
         """Give back what it takes to be heard, without a word."""

@@ -79,6 +79,10 @@
     ├── HookResultError            …or that returned what it cannot use         (RuntimeError)
     ├── NotCapturedError           a step that cannot be one CUDA graph         (RuntimeError)
     ├── NotPlannedError            a schedule that cannot be foreseen           (RuntimeError)
+    ├── MembershipError            a process that cannot be a member of its job (RuntimeError)
+    │   ├── JobEndedError          …since the job is over for all
+    │   ├── MeetingTimeoutError    …others did not come to decide who goes on   (TimeoutError)
+    │   └── KeeperLostError        …it does not reach who keeps the list        (ConnectionError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
     │   └── PortTakenError         …where their port is taken
@@ -132,6 +136,7 @@ from .ddp import (
     UnweighableError,
     WrapperMismatchError,
 )
+from .elastic import JobEndedError, KeeperLostError, MeetingTimeoutError, MembershipError
 from .groups import (
     BackendTakenError,
     CodecError,
@@ -216,13 +221,17 @@ __all__ = [
     "HookStateError",
     "InputsExhaustedError",
     "IntegrationMissingError",
+    "JobEndedError",
     "JoinArgumentError",
+    "KeeperLostError",
     "LateGradientError",
     "LaunchCountError",
     "LaunchError",
     "LoaderArgumentError",
     "LoaderStateError",
     "LogVersionError",
+    "MeetingTimeoutError",
+    "MembershipError",
     "MessageMemoryError",
     "MismatchError",
     "ModelMismatchError",
