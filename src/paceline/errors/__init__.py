@@ -85,7 +85,9 @@
     │   └── KeeperLostError        …it does not reach who keeps the list        (ConnectionError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
-    │   └── PortTakenError         …where their port is taken
+    │   ├── PortTakenError         …where their port is taken
+    │   └── KeyFileError           …where the key file of the job is no good
+    ├── StrangerError              who answered is no part of the job           (ConnectionError)
     ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
     ├── RunMissingError            no recorded run at this path                 (FileNotFoundError)
     ├── DamagedLogError            a rank's log that cannot be read             (ValueError)
@@ -136,6 +138,7 @@ from .ddp import (
     UnweighableError,
     WrapperMismatchError,
 )
+from .doors import KeyFileError, StrangerError
 from .elastic import JobEndedError, KeeperLostError, MeetingTimeoutError, MembershipError
 from .groups import (
     BackendTakenError,
@@ -224,6 +227,7 @@ __all__ = [
     "JobEndedError",
     "JoinArgumentError",
     "KeeperLostError",
+    "KeyFileError",
     "LateGradientError",
     "LaunchCountError",
     "LaunchError",
@@ -275,6 +279,7 @@ __all__ = [
     "ShardNumberError",
     "ShareError",
     "StepMismatchError",
+    "StrangerError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",
