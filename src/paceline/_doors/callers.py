@@ -20,12 +20,12 @@ _HANDSHAKE = b"\x16"  # the first byte of every TLS connection
 
 
 @dataclass(eq=False)
-class Caller:
+class Unproven:
     """A connection until it has shown who it is."""
 
     address: str
     connection: socket.socket
-    greet: Callable[[Caller], None]  # begins the handshake
+    greet: Callable[[Unproven], None]  # begins the handshake
     late: asyncio.TimerHandle
     greeted: bool = False
 
@@ -36,12 +36,14 @@ class Callers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.refused: Counter[str] = Counter()  # by reason
         self._loop = loop
-        self._waiting: dict[int, Caller] = {}  # by descriptor
+        self._waiting: dict[int, Unproven] = {}  # by descriptor
 
-    def add(self, connection: socket.socket, address: str, greet: Callable[[Caller], None]) -> None:
+    def add(
+        self, connection: socket.socket, address: str, greet: Callable[[Unproven], None]
+    ) -> None:
         """Wait for the first word of a connection, and then ``greet`` it."""
         late = self._loop.call_later(PATIENCE, self._give_up, connection.fileno())
-        caller = Caller(address, connection, greet, late)
+        caller = Unproven(address, connection, greet, late)
         if self._hear(caller):
             return
         if len(self._waiting) >= CALLERS:
@@ -50,7 +52,7 @@ class Callers:
         if not caller.greeted:
             self._loop.add_reader(connection, self._hear, caller)
 
-    def let_in(self, caller: Caller) -> None:
+    def let_in(self, caller: Unproven) -> None:
         """Count it no longer: it has shown who it is, or is gone."""
         caller.late.cancel()
         number = caller.connection.fileno()
@@ -64,7 +66,7 @@ class Callers:
         for caller in list(self._waiting.values()):
             self._hang_up(caller, "closed")
 
-    def _hear(self, caller: Caller) -> bool:
+    def _hear(self, caller: Unproven) -> bool:
         """Take in the first byte, if it has come; whether the connection is done with."""
         try:
             first = caller.connection.recv(1, socket.MSG_PEEK)
@@ -84,14 +86,14 @@ class Callers:
         if number in self._waiting:
             self._hang_up(self._waiting[number], "too slow")
 
-    def _one_too_many(self) -> Caller:
+    def _one_too_many(self) -> Unproven:
         """The oldest of the address that has the most, rather one that has said nothing."""
         crowds = Counter(caller.address for caller in self._waiting.values())
         ((largest, _),) = crowds.most_common(1)
         crowd = [one for one in self._waiting.values() if one.address == largest]
         return next((one for one in crowd if not one.greeted), crowd[0])
 
-    def _hang_up(self, caller: Caller, reason: str) -> None:
+    def _hang_up(self, caller: Unproven, reason: str) -> None:
         self.refused[reason] += 1
         self.let_in(caller)
         if not caller.greeted:

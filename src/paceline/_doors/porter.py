@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StrangerError
-from .callers import PATIENCE, Caller, Callers
+from .callers import PATIENCE, Unproven, Callers
 from .carry import PIECE, Streams, join
 from .certificates import AGENT, Identity
 from .tls import HUNG_UP, PAUSE, WELCOME, calling, explain, stay_in_touch
@@ -59,7 +59,7 @@ class Porter:
         context.set_alpn_protocols(list(services))
         places = {name: str(path) for name, path in services.items()}
 
-        def greet(caller: Caller) -> None:
+        def greet(caller: Unproven) -> None:
             self._start(self._admit(caller, context, places))
 
         def take(connection: socket.socket, address: Any) -> None:
@@ -149,7 +149,7 @@ class Porter:
     # -- one connection -----------------------------------------------------------------------
 
     async def _admit(
-        self, waits: Caller, context: ssl.SSLContext, places: Mapping[str, str]
+        self, waits: Unproven, context: ssl.SSLContext, places: Mapping[str, str]
     ) -> None:
         """Let a caller in that shows its certificate, to the service that it asked for."""
         try:
