@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StrangerError
-from .callers import PATIENCE, Unproven, Callers
+from .callers import PATIENCE, Callers, Unproven
 from .carry import PIECE, Streams, join
 from .certificates import AGENT, Identity
 from .tls import HUNG_UP, PAUSE, WELCOME, calling, explain, stay_in_touch
