@@ -51,6 +51,7 @@ DOORS = [
     "paceline",
     "paceline.compiled",
     "paceline.data",
+    "paceline.elastic",
     "paceline.ddp",
     "paceline.errors",
     "paceline.groups",

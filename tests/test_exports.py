@@ -26,6 +26,7 @@ EXPORTS = {
         "current_process_group",
         "data",
         "ddp",
+        "elastic",
         "errors",
         "groups",
         "hooks",
@@ -78,6 +79,7 @@ EXPORTS = {
         "set_strict",
         "wrapper_numbered",
     ],
+    "paceline.elastic": ["Job", "JobStep", "group", "job"],
     "paceline.hooks": [
         "Bf16",
         "Chain",

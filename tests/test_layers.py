@@ -21,7 +21,7 @@ FILES_ARE_DOORS = frozenset({"_torch"})  # a file is an area of torch; nobody ne
 
 # What the user sees.
 PUBLIC = frozenset(
-    {"compiled", "data", "ddp", "groups", "hooks", "install", "join"}
+    {"compiled", "data", "ddp", "elastic", "groups", "hooks", "install", "join"}
     | {"integrations", "metrics", "optim", "policies", "recorder", "testing"}
 )
 
@@ -29,11 +29,13 @@ PUBLIC = frozenset(
 LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "__main__": frozenset({"cli"}),
-        "cli": PUBLIC | {ROOT, "_doors", "_members"},  # of _members: what agents say to the keeper
+        "cli": PUBLIC | {ROOT, "_members"},  # of _members: what agents say to the keeper
         ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
         "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
+        # Of _transport it has objects without pickle.
+        "elastic": frozenset({"_members", "_transport", "data", "ddp", "groups"}),
         "ddp": frozenset({"_reducer", "data", "groups", "hooks", "join", "policies"}),
         "hooks": frozenset({"_exchange", "_reducer", "groups", "policies"}),  # of _reducer: Bucket
         # Its hook is given; of _transport it has loops over floats that torch lacks.
@@ -45,12 +47,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "metrics": frozenset({"groups", "policies"}),
         "testing": frozenset({"_transport", "groups", "recorder"}),
         "groups": frozenset({"_transport"}),
-        "_members": frozenset({"_doors"}),
-        "_doors": frozenset(),
+        "_members": frozenset(),
         "_transport": frozenset(),
         "policies": frozenset(),
         # Not groups: whoever writes an event runs recorder/__init__.py first.
-        "recorder": frozenset({"_doors"}),
+        "recorder": frozenset(),
         "recorder.events": frozenset(),
         "_torch": frozenset({"errors"}),  # versions.py: a torch that is too old
         "errors": frozenset(),

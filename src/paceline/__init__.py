@@ -6,6 +6,7 @@
     policies.py    settings
     install.py     makes torch's names mean ours, and back
     ddp/           what the user wraps: DistributedDataParallel
+    elastic/       training that goes on when ranks are lost, and when others join
     compiled/      the path torch.compile traces
     hooks/         how a bucket is averaged: torch's hooks, and codecs that save bytes
     optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
@@ -44,7 +45,19 @@ if not _is_command_line():
     from ._torch.versions import blaming_untested
 
     with blaming_untested():
-        from . import compiled, data, ddp, errors, groups, hooks, join, metrics, optim, recorder
+        from . import (
+            compiled,
+            data,
+            ddp,
+            elastic,
+            errors,
+            groups,
+            hooks,
+            join,
+            metrics,
+            optim,
+            recorder,
+        )
         from .ddp import DistributedDataParallel, SyncBatchNorm, replicate
         from .groups import (
             Group,
@@ -80,6 +93,7 @@ __all__ = [
     "current_process_group",
     "data",
     "ddp",
+    "elastic",
     "errors",
     "groups",
     "hooks",

@@ -138,6 +138,11 @@ class ShardedLoader:
     # -- ranks --------------------------------------------------------------------------------
 
     @property
+    def group(self) -> Any:
+        """The group whose ranks share the shards out, as it was given."""
+        return self._group
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The ranks that share the shards out. May be set, between steps and within one."""
         given = self._members
@@ -279,7 +284,11 @@ class ShardedStep:
 
     def __iter__(self) -> Iterator[tuple[Shard, Any]]:
         for shard in self.shards:
-            yield self.loader._take(self.epoch, self.number, shard.index)
+            yield self.take(shard.index)
+
+    def take(self, index: int) -> tuple[Shard, Any]:
+        """One shard of it, whoever's it is, with its batch; by workers where there are any."""
+        return self.loader._take(self.epoch, self.number, index)
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -6,6 +6,7 @@ from .logging_data import dump_environment
 from .mixed_precision import _MixedPrecision
 from .replica import Replica
 from .replicate import Replicate, Replicated, ReplicateState, replicate
+from .shard_replica import ShardReplica as ShardReplica
 from .stand_in import derived_from_torch as derived_from_torch
 from .stand_in import made_by_torch as made_by_torch
 from .stand_in import stand_for_torchs as stand_for_torchs

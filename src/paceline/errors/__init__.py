@@ -85,10 +85,13 @@
     │   └── KeeperLostError        …it does not reach who keeps the list        (ConnectionError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
-    │   ├── PortTakenError         …where their port is taken
-    │   └── KeyFileError           …where the key file of the job is no good
-    ├── StrangerError              who answered is no part of the job           (ConnectionError)
+    │   └── PortTakenError         …where their port is taken
     ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
+    ├── JobArgumentError           an elastic job of things that cannot be      (ValueError)
+    ├── JobStateError              …whose state does not fit this rank          (RuntimeError)
+    ├── StateCopyError             …whose state arrived with other bits         (RuntimeError)
+    ├── ReplicasDifferError        …whose ranks differ, without a majority      (RuntimeError)
+    ├── DamagedSaveError           …of whose saves none is whole                (RuntimeError)
     ├── RunMissingError            no recorded run at this path                 (FileNotFoundError)
     ├── DamagedLogError            a rank's log that cannot be read             (ValueError)
     ├── LogVersionError            …or that another version wrote               (ValueError)
@@ -138,7 +141,6 @@ from .ddp import (
     UnweighableError,
     WrapperMismatchError,
 )
-from .doors import KeyFileError, StrangerError
 from .elastic import JobEndedError, KeeperLostError, MeetingTimeoutError, MembershipError
 from .groups import (
     BackendTakenError,
@@ -170,6 +172,13 @@ from .groups import (
 )
 from .hooks import CodecMismatchError, CodecSettingError, CodecStateError, HookStateError
 from .integrations import IntegrationMissingError
+from .job import (
+    DamagedSaveError,
+    JobArgumentError,
+    JobStateError,
+    ReplicasDifferError,
+    StateCopyError,
+)
 from .join import (
     EarlyTerminationError,
     InputsExhaustedError,
@@ -209,6 +218,7 @@ __all__ = [
     "CollectiveTypeError",
     "CommHookError",
     "DamagedLogError",
+    "DamagedSaveError",
     "DatasetChangedError",
     "DisagreementError",
     "EarlyTerminationError",
@@ -224,10 +234,11 @@ __all__ = [
     "HookStateError",
     "InputsExhaustedError",
     "IntegrationMissingError",
+    "JobArgumentError",
     "JobEndedError",
+    "JobStateError",
     "JoinArgumentError",
     "KeeperLostError",
-    "KeyFileError",
     "LateGradientError",
     "LaunchCountError",
     "LaunchError",
@@ -267,6 +278,7 @@ __all__ = [
     "RanksFailedError",
     "RecorderArgumentError",
     "RendezvousError",
+    "ReplicasDifferError",
     "ReplicatedTwiceError",
     "RoundsMismatchError",
     "RoundsStateError",
@@ -278,8 +290,8 @@ __all__ = [
     "ShardMismatchError",
     "ShardNumberError",
     "ShareError",
+    "StateCopyError",
     "StepMismatchError",
-    "StrangerError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",

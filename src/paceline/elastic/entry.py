@@ -1,0 +1,80 @@
+"""job(): what a program calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from .. import _members
+from .._members import Members
+from ..data import ShardedLoader
+from ..ddp import DistributedDataParallel
+from ..errors import JobArgumentError
+from .loop import Job
+from .saves import Saves
+
+
+def job(
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer | Iterable[Optimizer],
+    loader: ShardedLoader,
+    *,
+    epochs: int = 1,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+    check_every: int = 100,
+    nonfinite: Literal["raise", "allow"] = "raise",
+    timeout: timedelta = timedelta(minutes=10),
+    members: Members | None = None,
+) -> Job:
+    """A training loop that goes on when ranks are lost, and when others join. ::
+
+        group = paceline.elastic.group()
+        ddp = paceline.DistributedDataParallel(model, process_group=group, shards=8)
+        loader = ShardedLoader(dataset, shards=8, batch=64, group=group)
+        with paceline.elastic.job(ddp, optimizer, loader, epochs=3, save="saves") as job:
+            for step in job:
+                for shard, (x, y) in step:
+                    with ddp.shard(shard):
+                        loss(ddp(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Weights, buffers and optimizer states are, at the end, those of a run that lost nobody, to the
+    last bit. Under ``paceline run`` the other members are found by themselves; without a launcher
+    this process trains alone.
+
+    ``save``: a folder where the state is saved every ``save_every`` steps and at the end, and found
+    again by the next start. ``check_every``: after so many steps all ranks compare their states by
+    digest; 0: never. ``nonfinite="raise"``: a NaN or infinity in a gradient is an error on all
+    ranks that names the rank, before anything is averaged; ``"allow"`` is for gradient scalers.
+    ``timeout``: how long a rank waits for the others to meet after one was lost. ``members`` is for
+    launchers of one's own.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if nonfinite not in ("raise", "allow"):
+        raise JobArgumentError(f'nonfinite: expected "raise" or "allow", got {nonfinite!r}')
+    if epochs < 0 or save_every < 0 or check_every < 0:
+        raise JobArgumentError("epochs, save_every and check_every are not below 0")
+    return Job(
+        ddp,
+        optimizers,
+        loader,
+        epochs=epochs,
+        saves=None if save is None else Saves(save),
+        save_every=save_every,
+        check_every=check_every,
+        nonfinite=nonfinite,
+        members=_connect() if members is None else members,
+        timeout=timeout.total_seconds(),
+    )
+
+
+def _connect() -> Members | None:
+    """The members of the launcher that started this process; None where there is none."""
+    found: Members | None = getattr(_members, "connect", lambda: None)()
+    return found

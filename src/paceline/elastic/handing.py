@@ -1,0 +1,109 @@
+"""How one rank's state comes to others: plain data first, then all tensors in large pieces.
+
+Every rank of the group takes part; those that need no state pass the pieces on and keep nothing.
+What was received lies in memory of its own until its digests are found right, so a copy that is
+interrupted leaves a rank's state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateCopyError
+from ..groups import Group, ReduceOp
+from .digests import digest
+from .state import JobState
+
+_PIECE = 16 * 1024 * 1024  # bytes
+_ALIGN = 64
+
+
+def hand_over(group: Group, root: int, state: JobState | None, *, wanted: bool) -> JobState | None:
+    """Give the root's ``state`` to the ranks that want it, which get it; all ranks call it."""
+    said: Any = group.broadcast_object(_head(state) if state is not None else None, root)
+    if state is not None:
+        tensors = [_flat(tensor) for tensor in state.tensors.values()]
+        _send(group, root, tensors)
+        _agree(group, [])
+        return None
+    tensors = [_room(row, group.device) for row in said["tensors"]] if wanted else []
+    sizes = [row[3] for row in said["tensors"]]
+    _receive(group, root, sizes, [_flat(tensor) for tensor in tensors])
+    named = {row[0]: tensor for row, tensor in zip(said["tensors"], tensors, strict=False)}
+    _agree(group, [row[0] for row in said["tensors"] if wanted and digest(named[row[0]]) != row[5]])
+    return JobState(said["steps"], said["plain"], named) if wanted else None
+
+
+def _head(state: JobState) -> dict[str, Any]:
+    rows = [
+        [name, t.dtype, list(t.shape), t.nbytes, t.device.type, state.digests[name]]
+        for name, t in state.tensors.items()
+    ]
+    return {"steps": state.steps, "plain": state.plain, "tensors": rows}
+
+
+def _room(row: Sequence[Any], home: torch.device) -> Tensor:
+    _, dtype, shape, _, kind, _ = row
+    return torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else home)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A tensor's bytes; a view where it lies in one piece."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int, int]]]:
+    """What goes into each piece: number of the tensor, from where to where, and at which place."""
+    piece: list[tuple[int, int, int, int]] = []
+    place = 0
+    for number, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + _PIECE - place)
+            piece.append((number, start, stop, place))
+            place += -(-(stop - start) // _ALIGN) * _ALIGN
+            start = stop
+            if place >= _PIECE:
+                yield piece
+                piece, place = [], 0
+    if piece:
+        yield piece
+
+
+def _length(piece: Sequence[tuple[int, int, int, int]]) -> int:
+    _, start, stop, place = piece[-1]
+    return place + stop - start
+
+
+def _send(group: Group, root: int, tensors: Sequence[Tensor]) -> None:
+    buffer = _buffer(group, [t.numel() for t in tensors])
+    for piece in _pieces([t.numel() for t in tensors]):
+        for number, start, stop, place in piece:
+            buffer[place : place + stop - start].copy_(tensors[number][start:stop])
+        group.broadcast(buffer[: _length(piece)], root)
+
+
+def _receive(group: Group, root: int, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    buffer = _buffer(group, sizes)
+    for piece in _pieces(sizes):
+        group.broadcast(buffer[: _length(piece)], root)
+        for number, start, stop, place in piece if tensors else ():
+            tensors[number][start:stop].copy_(buffer[place : place + stop - start])
+
+
+def _buffer(group: Group, sizes: Sequence[int]) -> Tensor:
+    padded = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+    return group.allocate(min(_PIECE, padded), torch.uint8)
+
+
+def _agree(group: Group, wrong: Sequence[str]) -> None:
+    """Raise on every rank if one has received something else than was sent."""
+    bad = torch.tensor([len(wrong)], dtype=torch.int64, device=group.device)
+    group.all_reduce(bad, ReduceOp.MAX)
+    if int(bad):
+        raise StateCopyError(group.rank(), list(wrong))

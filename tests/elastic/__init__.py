@@ -1,0 +1,1 @@
+"""Jobs that ranks leave and join."""
