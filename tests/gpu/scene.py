@@ -61,7 +61,8 @@ class Scene:
         if machine.device == "cuda":
             device = torch.device("cuda", meeting.rank % machine.count)
             torch.cuda.set_device(device)
-        dist.init_process_group(machine.torch_backend)
+        store, rank, size = meeting.store(), meeting.rank, meeting.size  # a port may be taken
+        dist.init_process_group(machine.torch_backend, store=store, rank=rank, world_size=size)
         try:
             with meeting.new_group(machine.backend, device=device) as group:
                 yield cls(meeting, machine, device, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -118,8 +119,11 @@ def test_a_lazy_bucket_gives_its_memory_back_when_gradients_are_dropped(scene: S
         scene.wait()
         return torch.cuda.memory_allocated(scene.device)
 
+    held(lazy=True)  # cuBLAS takes memory of its own, once
+    gc.collect()
     before = torch.cuda.memory_allocated(scene.device)
     kept = held(lazy=False)
+    gc.collect()
     lazy = held(lazy=True)
     assert kept - before >= 8e6, "weights and a bucket"
     assert lazy - before < 6e6, "weights alone"

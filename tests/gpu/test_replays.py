@@ -20,7 +20,7 @@ from .scene import Scene, on_ranks
 
 SMALL = 1e-3  # MiB
 STEPS = 9
-DEADLINE = 300.0  # seconds: Inductor compiles, one rank after the other
+DEADLINE = 90.0  # seconds: Inductor compiles, one rank after the other
 BAD = 1  # the rank that fails
 
 

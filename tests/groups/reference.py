@@ -541,7 +541,8 @@ def check_futures(group: Group, form: Form) -> None:
     (result,) = work.get_future().wait()
     assert_same([result], [torch.full((3,), float(group.size()))])
     assert work.wait()
-    assert work.is_success()
+    if group.backend != "nccl":  # torch's work for it refuses the question
+        assert work.is_success()
     assert work.result()[0] is tensor
 
 

@@ -180,6 +180,19 @@ def test_a_rank_that_started_the_call_and_went_elsewhere_is_named() -> None:
     assert "has started the call and not waited for it: it is at data.py:17" in found.text
 
 
+def test_a_rank_whose_device_has_not_come_to_the_call_is_named() -> None:
+    found = verdict(r1=account(1, *HISTORY, LATE, inside=True, not_reached=5))
+    assert (found.kind, found.rank) == (Trouble.BUSY, 1)
+    assert "Rank 1 has made this call too at train.py:5, but its device is still" in found.text
+    # of another call it says nothing
+    assert verdict(r1=account(1, *HISTORY, LATE, inside=True, not_reached=6)).rank == -1
+
+
+def test_a_rank_whose_device_does_the_call_may_be_anywhere() -> None:
+    there = call(5, running=True, on_device=True)
+    assert verdict(r1=account(1, *HISTORY, there, user=LOADER)).kind is Trouble.NOBODY
+
+
 def test_nobody_is_blamed_when_all_wait_in_the_same_call() -> None:
     found = verdict(r1=account(1, *HISTORY, LATE, inside=True))
     assert (found.kind, found.rank) == (Trouble.NOBODY, -1)

@@ -66,6 +66,65 @@ def test_a_late_call_is_explained_once_on_every_rank_that_waits(
     assert [f"paceline: {text}" for _, text in events.notes] == printed
 
 
+class Queue:
+    """A device's queue that stands still until it is let go on."""
+
+    def __init__(self, reached: bool) -> None:
+        self.reached, self.done = reached, False
+
+    def comes(self) -> None:
+        """Nothing is counted."""
+
+    def is_reached(self) -> bool:
+        return self.reached
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_a_call_that_a_device_does_not_end_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    recorder.configure(warn_after=0.2)
+    explained, queues = threading.Event(), [Queue(reached=True), Queue(reached=False)]
+
+    def one_rank(group: Group) -> None:
+        assert group.board is not None
+        group.board.marks = queues[group.rank()]
+        group.all_reduce(torch.ones(3))  # returns, as on a device
+        if group.rank() == 0:
+            while not events.notes:
+                watch.look()
+            queues[0].done = queues[1].done = True
+            watch.look()
+            assert group.board.on_device is not None
+            assert group.board.on_device.finished
+            explained.set()
+        assert explained.wait(DEADLINE)
+        group.board.marks = None
+
+    run_ranks(2, one_rank, deadline=DEADLINE)
+    rows = [row for row in capfd.readouterr().err.splitlines() if "Rank 1 has made" in row]
+    assert len(rows) == 1
+    assert "but its device is still busy with what came before it" in rows[0]
+    assert "group.all_reduce(torch.ones(3))" not in rows[0]
+    assert "test_watch.py" in rows[0]
+
+
+def test_a_call_that_a_device_has_ended_is_not_looked_at_again() -> None:
+    def one_rank(group: Group) -> None:
+        assert group.board is not None
+        queue = Queue(reached=True)
+        queue.done, group.board.marks = True, queue
+        group.all_reduce(torch.ones(3))
+        entry = group.board.on_device
+        assert entry is not None
+        assert group.board.reopen(3600) is None
+        assert group.board.on_device is entry  # too early to ask
+        assert group.board.reopen(0) is None
+        assert group.board.on_device is None
+
+    run_ranks(2, one_rank, deadline=DEADLINE)
+
+
 def test_what_comes_in_time_is_not_explained(capfd: pytest.CaptureFixture[str]) -> None:
     recorder.configure(warn_after=DEADLINE)  # a busy machine takes its time
 

@@ -68,6 +68,7 @@ class PassClosing:
             self._write_header(self._memory)
         if self._method.prompt and not self._rides:
             self._start_header()
+        self._group.mark_device()
         filling.launch(last)
 
     def _wait(self) -> Header | None:

@@ -284,8 +284,10 @@ class Replica:
             self._before_failing()
         # the companions' passes end with the reducer's, unless it has none
         for reducer in [self.reducer] if self.reducer.averages else self.companions:
-            with contextlib.suppress(Exception):
+            try:
                 reducer.stand_in(trouble=text)
+            except Exception as error:  # the user wants the first error
+                log.warning("rank %d: they were not told: %s", self.group.rank(), error)
 
     def refuse_unfinished(self) -> None:
         """Strict: raise if the last pass left parameters out."""

@@ -115,13 +115,20 @@ class CallMaking(ProcessGroup):
             if entry is not None:
                 events.failed(entry, error)
             raise
-        if entry is not None:
+        if entry is None:
+            return
+        marks = entry.board.marks
+        if marks is None:
             entry.finished = now()
+        else:
+            entry.handed_to(marks)
 
     def _start(self, call: Call, entry: events.Entry | None) -> TorchWork:
         try:
             if self._strict:
                 self._agree_on(call)
+            if entry is not None and not call.quiet and entry.board.marks is not None:
+                entry.board.marks.comes()
             work = self._engine.start(call)
         except BaseException as error:
             if entry is not None:

@@ -88,6 +88,8 @@ class Group(TorchCalls):
             traffic=self.traffic,
             announced=_wants_announcing(self.capabilities),
         )
+        if self.board is not None:
+            self.board.marks = getattr(self._engine, "marks", None)  # engines of others have none
         self.set_checks(self._checks)
 
     def set_checks(self, checks: Checks) -> None:
@@ -231,6 +233,11 @@ class Group(TorchCalls):
     def progress(self) -> None:
         """Move started collectives along, without waiting, where the engine leaves it to us."""
         self._engine.progress()
+
+    def mark_device(self) -> None:
+        """Let it be known, where a device is used, when it comes to the call that is made next."""
+        if self.board is not None and self.board.marks is not None:
+            self.board.marks.comes()
 
     # -- hooks --------------------------------------------------------------------------------
 

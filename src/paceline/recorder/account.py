@@ -41,6 +41,7 @@ class Told(msgspec.Struct, frozen=True):
     more: int = 0  # parameters that are not named
     error: str = ""  # that it ended with
     purpose: str = ""  # of a call that the library made by itself
+    on_device: bool = False  # it was handed to a device, and the host goes on
 
 
 class Went(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ class Account(msgspec.Struct, frozen=True):
     ended: str = ""  # how its process ended, when these are its last words
     time: float = 0.0  # seconds since the epoch
     doing: str = ""  # why it may be long in coming
+    not_reached: int = 0  # a call that it has made, while its device does what came before
     heard: bool = False  # put together from what it told before
 
     def call(self, sequence: int) -> Told | None:
@@ -116,6 +118,7 @@ def account_of(
         elsewhere=_elsewhere(board, waits),
         ended=ended,
         doing=board.doing,
+        not_reached=0 if ended else board.not_reached(),
         time=(events.now() + events.epoch_ns()) / 1e9,
     )
 
@@ -141,6 +144,7 @@ def told(entry: events.Entry) -> Told:
         more=max(0, len(names) - NAMES),
         error=entry.error,
         purpose=entry.purpose,
+        on_device=entry is entry.board.on_device,
     )
 
 

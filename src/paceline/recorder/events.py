@@ -43,6 +43,14 @@ class CallFacts(Protocol):
     root: int
 
 
+class DeviceProgress(Protocol):
+    """How far a device has come; ``groups/engines/marks.py`` has the real one."""
+
+    def comes(self) -> None: ...
+    def is_reached(self) -> bool: ...
+    def is_completed(self) -> bool: ...
+
+
 @dataclass(init=False, eq=False, repr=False, slots=True)
 class Entry:
     """One call on a group. Its maker sets all of it: a constructor would cost as much again."""
@@ -68,12 +76,16 @@ class Entry:
     def follow(self, work: Any, *, on_device: bool) -> None:
         """The call was started, and ``work`` will know when it ends.
 
-        What a device does later is not looked at: asking may disturb a graph that is captured.
+        What a device does later is looked at only if it takes long (:meth:`Board.reopen`).
         """
+        self.work = weakref.ref(work)
         if on_device:
-            self.finished = now()
-        else:
-            self.work = weakref.ref(work)
+            self.finished, self.board.on_device = now(), self
+
+    def handed_to(self, marks: DeviceProgress) -> None:
+        """The call is in the queue of a device, and ``marks`` know when it ends."""
+        self.finished, self.work = now(), weakref.ref(marks)
+        self.board.on_device = self
 
     def look(self) -> bool:
         """Whether it still runs; notes the end of one that was started, if it has come."""
@@ -84,8 +96,9 @@ class Entry:
         work = self.work()
         if work is None:  # nobody waits for it, and nobody knows
             return False
-        if work.is_completed() and not self.finished:
-            self.finished = now()
+        with asking[0]():
+            if work.is_completed() and not self.finished:
+                self.finished = now()
         return not self.finished
 
 
@@ -141,6 +154,7 @@ past = Past()
 # Set by recorder/watch.py, which this file does not know.
 on_board: list[Callable[[Board], None]] = []  # a board has opened
 on_close: list[Callable[[Board], None]] = []  # a group has ended here
+asking: list[Callable[[], contextlib.AbstractContextManager[None]]] = [contextlib.nullcontext]
 on_failure: list[Callable[[Entry, BaseException], None]] = []  # a call has failed
 
 _numbers = itertools.count(1)
@@ -191,6 +205,8 @@ class Board:
         self.models = 0  # wrapped models that average over it
         self.steps = 0  # of all of them
         self.latest: Entry | None = None
+        self.on_device: Entry | None = None  # the latest that was handed to a device
+        self.marks: DeviceProgress | None = None  # of the engine, where it uses a device
         self.by: tuple[Track, int] | None = None  # the bucket whose call comes next
         self.purpose = ""  # what the calls that come are for, unless they are the user's own
         self.closed = ""  # the line that ended the group
@@ -237,6 +253,29 @@ class Board:
             self.tell(entry)
         entry.began = now()
         return entry
+
+    def reopen(self, seconds: float) -> Entry | None:
+        """The latest call on a device, if it has not ended there after so long: it runs again."""
+        entry = self.on_device
+        if entry is None or entry.work is None or not entry.finished or entry.error:
+            return None
+        if now() - entry.began < seconds * 1e9:
+            return None
+        work = entry.work()
+        with asking[0]():
+            if work is None or work.is_completed():
+                self.on_device = None  # it has ended, and is not asked for again
+                return None
+        entry.finished = 0
+        return entry
+
+    def not_reached(self) -> int:
+        """The number of the latest call, if the device still does what came before it; else 0."""
+        entry, marks = self.on_device, self.marks
+        if entry is None or marks is None:
+            return 0
+        with asking[0]():
+            return 0 if marks.is_reached() else entry.sequence
 
     def close(self) -> None:
         """The group has ended on this rank."""

@@ -91,7 +91,7 @@ Finding = tuple[Trouble, int, str]
 
 def _blame(case: Case, said: Said) -> Finding | None:
     """The first rule that finds somebody among these ranks."""
-    for rule in (_gone, _behind, _silent, _busy, _failed_too):
+    for rule in (_gone, _behind, _silent, _device_behind, _busy, _failed_too):
         if (found := rule(case, said)) is not None:
             return found
     return None
@@ -213,6 +213,21 @@ def _behind(case: Case, said: Said) -> Finding | None:
     return skipped or (Trouble.ELSEWHERE, first.rank, where)
 
 
+def _device_behind(case: Case, said: Said) -> Finding | None:
+    """A rank that has made the call, while its device does what came before."""
+    number = case.call.sequence
+    behind = [a for _, a in _accounts(said) if number and a.not_reached == number]
+    if not behind or case.mine.not_reached == number:
+        return None
+    first = behind[0]
+    where = "" if (call := first.call(number)) is None else f" at {place(call.line)}"
+    why = (
+        f"{_sentence(case.name(first.rank))} has made this call too{where}, but its device is "
+        "still busy with what came before it: a kernel takes very long, or does not end."
+    )
+    return Trouble.BUSY, first.rank, why
+
+
 def _absence(case: Case, account: Account, too: str = "") -> str:
     """That a rank is not there, why if it says so, and where it is."""
     what = account.doing or f"is missing{too}"
@@ -262,7 +277,7 @@ def _silent(case: Case, said: Said) -> Finding | None:
 def _busy(case: Case, said: Said) -> Finding | None:
     for rank, account in _accounts(said):
         theirs = account.call(case.call.sequence)
-        if theirs is not None and theirs.running and not account.inside:
+        if theirs is not None and theirs.running and not (account.inside or theirs.on_device):
             why = (
                 f"{_sentence(case.name(rank))} has started the call and not waited for it: "
                 f"{_whereabouts(account)}."

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 
+from .._torch.capture import beside_captures
 from ..errors import (
     CollectiveTimeoutError,
     MismatchError,
@@ -150,7 +151,8 @@ class Watch:
         with self._looking:
             self._fresh = [board for board in list(self._fresh) if not self._all_known(board)]
             self.peers.forget_old()
-            self._running = [e for e in [*self._running, *self._new_entries()] if _runs(e)]
+            found = [*self._running, *self._new_entries(), *self._stuck_on_devices()]
+            self._running = [entry for entry in found if _runs(entry)]
             oldest: dict[int, events.Entry] = {}
             for entry in self._running:
                 oldest.setdefault(entry.board.number, entry)
@@ -167,6 +169,12 @@ class Watch:
             found.append(entry)
         self._mark = latest[-1] if latest else None
         return found[::-1]
+
+    def _stuck_on_devices(self) -> list[events.Entry]:
+        """Calls that were handed to a device long ago, and run there still."""
+        boards = [board for board in list(events.boards.values()) if _alive(board)]
+        found = [board.reopen(self.warning_time()) for board in boards]
+        return [entry for entry in found if entry is not None]
 
     def _all_known(self, board: events.Board) -> bool:
         """Whether there is nothing more to find out about a board's peers."""
@@ -333,6 +341,7 @@ def install() -> None:
     events.on_board.append(lambda board: watch.opened(board))
     events.on_close.append(lambda board: watch.closed(board))
     events.on_failure.append(lambda entry, error: watch.failed(entry, error))
+    events.asking[0] = beside_captures
     os.register_at_fork(after_in_child=_anew)
 
 

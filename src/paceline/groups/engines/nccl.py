@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 from torch.distributed import Work as TorchWork
 
 from ..._torch import nccl as torchs
@@ -21,7 +24,11 @@ from ..._torch.c10d import (
 from ...errors import UnknownOptionError
 from ..engine import Call, Capabilities
 from . import integer_mean
-from .torch_engine import TorchEngine
+from .marks import DeviceMarks
+from .torch_engine import BITWISE, TorchEngine
+
+c10d: Any = distributed_c10d  # its options are in no stub
+_UNKNOWN = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})  # to NCCL
 
 
 def missing(name: str = "nccl") -> str:
@@ -77,6 +84,7 @@ class NcclEngine(TorchEngine):
             may_crash_on_mismatch=False,
             found_by_torch=True,
         )
+        self.marks = DeviceMarks(device)
 
     def lend_to(self, group: ProcessGroup) -> None:
         """Let torch's C++ find NCCL in ``group``, where it asks for it by name."""
@@ -84,7 +92,69 @@ class NcclEngine(TorchEngine):
             lend(group, device, ProcessGroup.BackendType.NCCL, engine_of(self.inner, device))
         set_default_kind(group, ProcessGroup.BackendType.NCCL)
 
+    def run(self, call: Call) -> None:
+        self.marks.comes()
+        super().run(call)
+        self.marks.came()
+
     def start(self, call: Call) -> TorchWork:
         if call.reduction and integer_mean.applies(call):
             return self._integer_average(call)
         return super().start(call)
+
+    def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        if dtype.is_complex:
+            return reduction in ("sum", "avg")
+        return (
+            reduction not in BITWISE
+            and dtype not in _UNKNOWN
+            and (dtype, reduction) != (torch.bool, "avg")
+        )
+
+    # A gather and a scatter are messages inside NCCL. torch's want them to be of one size, which
+    # the root alone can see: it sends or takes the same messages as parts of an exchange.
+
+    def _gather(self, call: Call) -> TorchWork:
+        own, parts = call.inputs[0], call.outputs
+        if not self._is_uneven(call, own, parts):
+            return super()._gather(call)
+        sizes = [part.numel() for part in parts] or [0] * self.inner.size()
+        given = [own.numel() if parts and r == call.root else 0 for r in range(len(sizes))]
+        taken = own.new_empty(sum(sizes))
+        work = self._exchange(taken, own.reshape(-1), sizes, given, call)
+
+        def unpack() -> None:
+            for part, found in zip(parts, taken.split(sizes), strict=True):
+                part.copy_(found.view_as(part))
+
+        return self._then(work, parts).then_do(unpack) if parts else work
+
+    def _scatter(self, call: Call) -> TorchWork:
+        own, parts = call.outputs[0], call.inputs
+        if not self._is_uneven(call, own, parts):
+            return super()._scatter(call)
+        sizes = [part.numel() for part in parts] or [0] * self.inner.size()
+        taken = [own.numel() if parts and r == call.root else 0 for r in range(len(sizes))]
+        given = torch.cat([part.reshape(-1) for part in parts]) if parts else own.new_empty(0)
+        room = own.new_empty(own.numel())
+        work = self._exchange(room, given, taken, sizes, call)
+        return self._then(work, [own]).then_do(lambda: own.copy_(room.view_as(own)))
+
+    def _is_uneven(self, call: Call, own: Tensor, parts: Sequence[Tensor]) -> bool:
+        """Whether this rank must not make the call as torch makes it; of nothing there is none."""
+        if self.inner.rank() != call.root:
+            return own.numel() == 0
+        return own.numel() == 0 or len({part.shape for part in parts}) > 1
+
+    def _exchange(
+        self, taken: Tensor, given: Tensor, sizes: list[int], given_sizes: list[int], call: Call
+    ) -> TorchWork:
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        return self.inner.alltoall_base(taken, given, sizes, given_sizes, options)
+
+    _START: ClassVar[dict[str, Callable[[Any, Call], TorchWork]]] = {
+        **TorchEngine._START,
+        "gather": _gather,
+        "scatter": _scatter,
+    }

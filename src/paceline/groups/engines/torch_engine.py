@@ -207,6 +207,8 @@ class TorchEngine:
     }
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        if dtype.is_complex:  # as pairs of real numbers, which are added, not multiplied
+            return reduction in ("sum", "avg")
         return reduction not in BITWISE or not dtype.is_floating_point
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
