@@ -121,7 +121,7 @@ def test_a_wrapped_model_s_device_that_does_not_come_to_an_average_is_named(scen
     ear = Ear("Rank 1 has made this call too")
     with scene.new_group() as group, contextlib.redirect_stderr(ear):
         ddp = DDP(scene.place(fill(nn.Linear(64, 64))), process_group=group)
-        inputs = torch.ones(2, 64, device=scene.device, dtype=torch.float64)
+        inputs = torch.ones(2, 64, device=scene.device)
         for number in range(4):
             if number == 3:
                 watch.look()

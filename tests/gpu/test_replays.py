@@ -251,6 +251,6 @@ def _leave(meeting: Meeting, machine: Machine) -> str:
 def test_a_rank_that_dies_ends_the_replay_of_the_others() -> None:
     machine = here()
     found = spawn_ranks(
-        2, _leave, machine, deadline=180, may_die=[0, 1], env=machine.environment(2)
+        2, _leave, machine, deadline=90, may_die=[0, 1], env=machine.environment(2)
     )
     assert found[0] is None or "rank" in found[0], found
