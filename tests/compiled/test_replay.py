@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
 from paceline.compiled import Step, train_step
-from paceline.compiled.replay import TRIAL, WARM_UP, Replays, Trial
+from paceline.compiled.replay import TRIAL, WARM_UP, Captured, Replays, Trial
 from paceline.compiled.wire import Wire
 from paceline.errors import NotCapturedError
 from paceline.groups.collectives import Collectives
@@ -28,9 +29,9 @@ class CalledAgain:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self.captured = 0
+        self.captured = self.ended = 0
 
-    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def __call__(self, function: Callable[[], Any]) -> Captured:
         exchange = self._wire._captured
         results: list[Any] = []
         self.captured += 1
@@ -39,7 +40,10 @@ class CalledAgain:
             with self._wire.captured_into(exchange):
                 results[:] = function()
 
-        return start, results
+        def end() -> None:
+            self.ended += 1
+
+        return Captured(start, results, end)
 
 
 @pytest.fixture
@@ -153,6 +157,32 @@ def test_memory_that_moved_is_captured_anew(group: Group) -> None:
     given = batches(8)[6:]
     train(step, given)
     assert step.replays is not None
+    assert step.replays.capture.captured == 2
+    torch.testing.assert_close(list(step.ddp.module.parameters()), eager(batches(8), [0.1] * 8))
+
+
+def test_graphs_end_before_their_group_does(group: Group) -> None:
+    step = replayed(group)
+    train(step, batches(6))
+    assert step.replays is not None
+    capture, engine = step.replays.capture, group._engine
+    ends = []
+
+    def note() -> None:
+        ends.append(capture.ended)
+
+    with mock.patch.object(engine, "shutdown", note):
+        group.shutdown()
+    engine.shutdown()
+    assert ends == [capture.captured] == [1]
+
+
+def test_graphs_that_were_dropped_are_captured_anew(group: Group) -> None:
+    step = replayed(group)
+    train(step, batches(6))
+    assert step.replays is not None
+    step.replays.drop()
+    train(step, batches(8)[6:])
     assert step.replays.capture.captured == 2
     torch.testing.assert_close(list(step.ddp.module.parameters()), eager(batches(8), [0.1] * 8))
 

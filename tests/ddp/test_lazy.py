@@ -70,6 +70,19 @@ class Counted:
         return self.now
 
 
+def test_a_header_that_is_read_later_keeps_no_bucket() -> None:
+    def one_rank(group: Group) -> int:
+        counted, ddp = Counted(group), lazy(group)
+        ddp.replica.reducer.read_late()  # as on a GPU
+        for step in range(3):
+            ddp.zero_grad()
+            loss(ddp, group.rank(), step).backward()
+        ddp.zero_grad()
+        return counted.left()
+
+    assert run_ranks(2, one_rank) == [0, 0]
+
+
 # The numbers are the same.
 
 

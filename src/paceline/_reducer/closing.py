@@ -148,7 +148,8 @@ class PassClosing:
         self._hear_earlier()
         if self._listens:
             return of.mailbox.read(memory, self._method.ranks)
-        running.header = memory
+        # A pass is remembered; the memory of a lazy bucket must not be for its sake.
+        running.header = memory.clone() if of.policy.lazy else memory
         of.diary.follow(of.mailbox.keep(memory, of.ledger.unit))
         special = running.absent or running.late or running.trouble or of.observers.see_buckets
         if special or of.mailbox.by_active or of.observers.heed():

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +40,19 @@ PAYS = 0.95  # it does if a replay takes less of a step without
 GRAPHS = 4  # kept for each program: one for each shape of a batch, the latest used
 
 Compiled = Callable[..., Any]
-Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a function did on the GPU, to be done again."""
+
+    start: Callable[[], None]
+    results: Any  # where they are after each start
+    end: Callable[[], None]  # gives back what it holds
+
+
+Capture = Callable[[Callable[[], Any]], Captured]
+_PATIENCE = 1.0  # seconds for a start that is being made, before a graph ends
 
 
 class Replays:
@@ -52,6 +66,8 @@ class Replays:
         self.count = 0  # steps that were replays
         self.reason = ""  # why there are none
         self._now = False  # the step that comes may be one
+        self._replayers: weakref.WeakSet[Replayer] = weakref.WeakSet()
+        wire.reducer.group.before_end(_call_while_alive(self, Replays.drop))
 
     def prepare(self) -> None:
         """Look whether the step that comes may be a replay."""
@@ -75,9 +91,16 @@ class Replays:
         """What Dynamo is given instead of ``compiler``."""
 
         def compile_(graph: Any, inputs: Any) -> Compiled:
-            return Replayer(self, compiler(graph, inputs))
+            replayer = Replayer(self, compiler(graph, inputs))
+            self._replayers.add(replayer)
+            return replayer
 
         return compile_
+
+    def drop(self) -> None:
+        """End all graphs: NCCL's collectives in them keep the group's engine from ending."""
+        for replayer in list(self._replayers):
+            replayer.drop()
 
     @property
     def now(self) -> bool:
@@ -127,16 +150,22 @@ class Replayer:
             return graph.replay(arguments)
         results = trial.time(trial.replays, lambda: graph.replay(arguments))
         if reason := trial.objection():
-            self._graphs.clear()
+            self.drop()
             owner.give_up(reason)
         return results
+
+    def drop(self) -> None:
+        """End all graphs; others are captured if they are needed."""
+        while self._graphs:
+            self._graphs.popitem()[1].end()
 
     def _capture(
         self, key: object, arguments: Sequence[Any], lasting: set[int]
     ) -> StepGraph | None:
-        self._graphs.pop(key, None)
+        if (outdated := self._graphs.pop(key, None)) is not None:
+            outdated.end()
         while len(self._graphs) >= GRAPHS:
-            self._graphs.popitem(last=False)
+            self._graphs.popitem(last=False)[1].end()
         try:
             self._graphs[key] = StepGraph(self._owner, self._run, arguments, lasting)
         except (NotCapturedError, RuntimeError) as error:
@@ -158,7 +187,7 @@ class StepGraph:
     def __init__(
         self, owner: Replays, run: Compiled, arguments: Sequence[Any], lasting: set[int]
     ) -> None:
-        wire = owner.wire
+        wire, self._rank = owner.wire, owner.wire.rank
         self._exchange: RepeatedExchange | None = None
         if wire.reducer.averages:
             keep = owner.binding.layout is not None and owner.binding.layout.keep
@@ -170,8 +199,10 @@ class StepGraph:
             for given, own in zip(arguments, self._given, strict=True)
         ]
         self._places = self._places_of(arguments)
+        self._lock = threading.Lock()  # another thread may end the group
         with wire.captured_into(self._exchange):
-            self._start, self._results = owner.capture(lambda: run(*self._given))
+            self._captured = owner.capture(lambda: run(*self._given))
+        self._ended = False
 
     def _places_of(self, arguments: Sequence[Any]) -> list[int]:
         pairs = zip(arguments, self._lasts, strict=True)
@@ -188,11 +219,26 @@ class StepGraph:
                 own.copy_(given, non_blocking=True)
         if self._exchange is not None:
             self._exchange.announce()
-        self._start()
-        results = [r.clone() if isinstance(r, Tensor) else r for r in self._results]
+        with self._lock:
+            if self._ended:
+                raise NotCapturedError(self._rank, "its group ended meanwhile")
+            self._captured.start()
+        found = self._captured.results
+        results = [r.clone() if isinstance(r, Tensor) else r for r in found]
         if self._exchange is not None:
             self._exchange.conclude()
-        return type(self._results)(results)
+        return type(found)(results)
+
+    def end(self) -> None:
+        """Give back what the graph holds."""
+        mine = self._lock.acquire(timeout=_PATIENCE)
+        try:
+            if mine and not self._ended:
+                self._ended = True
+                self._captured.end()
+        finally:
+            if mine:
+                self._lock.release()
 
 
 def _own(given: Any, lasting: set[int], wire: Wire) -> Any:
@@ -213,15 +259,15 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What starts the graph, and where the function's results will be."""
+    def __call__(self, function: Callable[[], Any]) -> Captured:
+        """What ``function`` does, captured."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Threads of torch's may ask for events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = function()
-        return graph.replay, results
+        return Captured(graph.replay, results, graph.reset)
 
 
 Times = list[tuple[Any, Any]]  # events before and behind
@@ -255,6 +301,17 @@ class Trial:
         if replay < PAYS * without:
             return ""
         return f"a replay takes {replay:.1f} ms, a step without {without:.1f}"
+
+
+def _call_while_alive(owner: Replays, method: Callable[[Replays], None]) -> Callable[[], None]:
+    """``method`` of ``owner``, without keeping it alive."""
+    known = weakref.ref(owner)
+
+    def call() -> None:
+        if (alive := known()) is not None:
+            method(alive)
+
+    return call
 
 
 def _median(times: Times) -> float:

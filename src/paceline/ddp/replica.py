@@ -26,6 +26,7 @@ from ..errors import (
     ModuleArgumentError,
     ModuleStateError,
     PacelineError,
+    PeerError,
     PeerLeftError,
     ScatterError,
     UnfinishedReductionError,
@@ -286,8 +287,11 @@ class Replica:
         for reducer in [self.reducer] if self.reducer.averages else self.companions:
             try:
                 reducer.stand_in(trouble=text)
-            except Exception as error:  # the user wants the first error
-                log.warning("rank %d: they were not told: %s", self.group.rank(), error)
+            except PeerError:  # which is the one that all ranks get
+                pass
+            except Exception as error:  # the user wants the first one
+                why = f"{type(error).__name__}: {error}"
+                log.warning("rank %d: the others may not have heard: %s", self.group.rank(), why)
 
     def refuse_unfinished(self) -> None:
         """Strict: raise if the last pass left parameters out."""

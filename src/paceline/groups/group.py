@@ -64,6 +64,7 @@ class Group(TorchCalls):
         self._lock = threading.Lock()
         self._registered = False
         self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
+        self._holders: OrderedDict[int, Callable[[], None]] = OrderedDict()
         if engine.capabilities.found_by_torch:
             cast("LentEngine", engine).lend_to(self)
         self._open_board(wrapped)
@@ -303,11 +304,27 @@ class Group(TorchCalls):
         self._endings[handle.id] = callback
         return handle
 
+    def before_end(self, let_go: Callable[[], None]) -> RemovableHandle:
+        """Call ``let_go`` right before the group's engine ends, however it does, on any thread.
+
+        For what holds on to the engine: a CUDA graph with collectives of NCCL's keeps them alive,
+        and the engine would wait for it for ever.
+        """
+        handle = RemovableHandle(self._holders)
+        self._holders[handle.id] = let_go
+        return handle
+
+    def _let_go(self) -> None:
+        for let_go in list(self._holders.values()):
+            with contextlib.suppress(Exception):  # the group ends all the same
+                let_go()
+
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group, at once; it is over then."""
         if self._closed == FORKED:
             return
         self._closed = self._closed or "aborted"
+        self._let_go()
         self._engine.abort()
 
     def shutdown(self) -> None:
@@ -329,6 +346,7 @@ class Group(TorchCalls):
                 stack.callback(ending)
             if self.board is not None:
                 self.board.close()
+            self._let_go()
             self._engine.shutdown()
             self._watcher.close()
 

@@ -235,6 +235,7 @@ class Lineage(Collectives):
 
     def _close_engine(self, why: str) -> None:
         self._closed = why
+        self._let_go()
         self._engine.abort()
         self._engine.shutdown()
 
@@ -306,6 +307,10 @@ class Lineage(Collectives):
         self, engine: Engine, rank: int, members: Sequence[int], options: GroupOptions, store: Store
     ) -> Self:
         """A group of its own around an engine that was opened for it."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Let go of the engine whoever holds on to it."""
 
     @abstractmethod
     def _open_board(self) -> None:

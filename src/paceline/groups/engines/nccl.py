@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -111,40 +111,32 @@ class NcclEngine(TorchEngine):
             and (dtype, reduction) != (torch.bool, "avg")
         )
 
-    # A gather and a scatter are messages inside NCCL. torch's want them to be of one size, which
-    # the root alone can see: it sends or takes the same messages as parts of an exchange.
+    # torch wants the parts of a gather or scatter to be of one size, which the root alone can see.
+    # So all ranks make an exchange of it, in which only the root takes, or gives.
 
     def _gather(self, call: Call) -> TorchWork:
         own, parts = call.inputs[0], call.outputs
-        if not self._is_uneven(call, own, parts):
-            return super()._gather(call)
         sizes = [part.numel() for part in parts] or [0] * self.inner.size()
-        given = [own.numel() if parts and r == call.root else 0 for r in range(len(sizes))]
         taken = own.new_empty(sum(sizes))
-        work = self._exchange(taken, own.reshape(-1), sizes, given, call)
+        work = self._exchange(taken, own.reshape(-1), sizes, self._to_root(own, call), call)
 
         def unpack() -> None:
             for part, found in zip(parts, taken.split(sizes), strict=True):
                 part.copy_(found.view_as(part))
 
-        return self._then(work, parts).then_do(unpack) if parts else work
+        return self._then(work, parts).then_do(unpack) if parts else self._then(work, call.inputs)
 
     def _scatter(self, call: Call) -> TorchWork:
         own, parts = call.outputs[0], call.inputs
-        if not self._is_uneven(call, own, parts):
-            return super()._scatter(call)
         sizes = [part.numel() for part in parts] or [0] * self.inner.size()
-        taken = [own.numel() if parts and r == call.root else 0 for r in range(len(sizes))]
         given = torch.cat([part.reshape(-1) for part in parts]) if parts else own.new_empty(0)
         room = own.new_empty(own.numel())
-        work = self._exchange(room, given, taken, sizes, call)
+        work = self._exchange(room, given, self._to_root(own, call), sizes, call)
         return self._then(work, [own]).then_do(lambda: own.copy_(room.view_as(own)))
 
-    def _is_uneven(self, call: Call, own: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Whether this rank must not make the call as torch makes it; of nothing there is none."""
-        if self.inner.rank() != call.root:
-            return own.numel() == 0
-        return own.numel() == 0 or len({part.shape for part in parts}) > 1
+    def _to_root(self, own: Tensor, call: Call) -> list[int]:
+        """How much goes between this rank and each, if all of it is the root's affair."""
+        return [own.numel() if rank == call.root else 0 for rank in range(self.inner.size())]
 
     def _exchange(
         self, taken: Tensor, given: Tensor, sizes: list[int], given_sizes: list[int], call: Call
