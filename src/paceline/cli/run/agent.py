@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +31,7 @@ from .. import say
 from .meeting import MachineMeeting
 from .plan import check_shown
 from .screen import OutputReader
+from .sessions import members_of
 from .signals import deferred, heeded, signals_noted
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
 from .verdict import LaunchVerdict, RankEnding, describe, judge, read_reports, runs, why_again
@@ -326,12 +327,3 @@ def _signal(leaders: Collection[int], number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
             os.killpg(pid, signal.SIGCONT)  # a stopped one would not notice
-
-
-def members_of(sessions: Collection[int]) -> Iterator[int]:
-    """The processes of these sessions: ranks, and all they have started that did not leave."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(entry.name)) in sessions:
-                    yield int(entry.name)

@@ -31,7 +31,12 @@ _RANKS_PER_GPU = _option(
 )
 _THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
 _SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
-_MAX_RESTARTS = _option(_HERE, "N", "Start all ranks again after a failure, so often.")
+_MAX_RESTARTS = _option(
+    _HERE,
+    "N",
+    "Start all ranks again after a failure, so often; of an elastic job, start so many members in "
+    "place of those lost (by default as many as it takes).",
+)
 _GRACE = _option(
     _HERE,
     "SECONDS",
@@ -45,6 +50,21 @@ _PATIENCE = _option(
     "How long ranks have after another's failure to end, or to recover from it "
     "(Group.reconfigure); who does, goes on.",
 )
+
+_ELASTIC = "Ranks that may be lost"
+_IS_ELASTIC = _flag(
+    _ELASTIC,
+    "--elastic",
+    "The others go on without a rank that is lost, and another is started (paceline.elastic).",
+)
+_SPARES = _option(
+    _ELASTIC,
+    "N",
+    "Start so many more, which wait to take the place of one lost; implies --elastic.",
+)
+_MIN_RANKS = _option(_ELASTIC, "N", "Fewer than these wait for others instead of going on.")
+_STOPPED_AFTER = _option(_ELASTIC, "SECONDS", "Who is stopped (SIGSTOP) for so long is lost.")
+_HEARTBEAT = _option(_ELASTIC, "SECONDS", "Who is not heard of for so long is lost.")
 
 _SCRIPT = "How the script runs"
 _MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
@@ -88,9 +108,14 @@ def run(
     ranks_per_gpu: Annotated[int, _RANKS_PER_GPU] = 1,
     threads: Annotated[int | None, _THREADS] = None,
     show: Annotated[str, _SHOW] = "",
-    max_restarts: Annotated[int, _MAX_RESTARTS] = 0,
+    max_restarts: Annotated[int | None, _MAX_RESTARTS] = None,
     grace: Annotated[float, _GRACE] = 30.0,
     patience: Annotated[float, _PATIENCE] = 2.0,
+    elastic: Annotated[bool, _IS_ELASTIC] = False,
+    spares: Annotated[int | None, _SPARES] = None,
+    min_ranks: Annotated[int, _MIN_RANKS] = 1,
+    stopped_after: Annotated[float, _STOPPED_AFTER] = 0.5,
+    heartbeat: Annotated[float, _HEARTBEAT] = 60.0,
     module: Annotated[bool, _MODULE] = False,
     drop_in: Annotated[bool, _DROP_IN] = False,
     keep_backend: Annotated[bool, _KEEP_BACKEND] = False,
@@ -116,6 +141,7 @@ def run(
     For example: paceline run --nproc 4 train.py --lr 0.1
     """
     from ...errors import LaunchError
+    from .elastic import Elastic
     from .launch import Conduct, Script
     from .plan import Asked
     from .start import start
@@ -141,7 +167,13 @@ def run(
         threads,
         metrics,
     )
+    conduct = Conduct(max_restarts or 0, grace, patience)
+    members = None
+    if elastic or spares is not None:
+        members = Elastic(
+            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience
+        )
     try:
-        return start(asked, chosen, Conduct(max_restarts, grace, patience), show, ray)
+        return start(asked, chosen, conduct, show, ray, members)
     except LaunchError as error:
         say.fail(str(error))

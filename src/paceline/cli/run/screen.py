@@ -90,8 +90,9 @@ class _Source:
     """One stream of one rank, and where it is shown."""
 
     rank: int
+    number: int  # 1: stdout, 2: stderr
     screen: Screen
-    hidden: bool
+    ends: bool  # when its writers have; a named pipe of ours does not
     lines: RankLines = field(default_factory=RankLines)
 
 
@@ -112,12 +113,17 @@ class OutputReader:
     def add(self, path: str, rank: int, number: int) -> None:
         """Read the named pipe ``path``, the rank's stdout (1) or stderr (2)."""
         # Opened for writing too: a pipe without writers, between restarts, is not at its end.
-        pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        hidden = number == 1 and bool(self.shown) and rank not in self.shown
+        self._register(os.open(path, os.O_RDWR), rank, number, ends=False)
+
+    def read(self, pipe: int, rank: int, number: int) -> None:
+        """Read ``pipe`` to its end, the rank's stdout (1) or stderr (2); it is closed then."""
+        self._register(pipe, rank, number, ends=True)
+
+    def _register(self, pipe: int, rank: int, number: int, ends: bool) -> None:
+        os.set_blocking(pipe, False)
+        source = _Source(rank, number, self._screens[number], ends)
         with self._lock:
-            self._selector.register(
-                pipe, selectors.EVENT_READ, _Source(rank, self._screens[number], hidden)
-            )
+            self._selector.register(pipe, selectors.EVENT_READ, source)
 
     def close(self) -> None:
         """Show what the ranks have written so far, and end."""
@@ -160,20 +166,36 @@ class OutputReader:
             data = os.read(key.fd, _CHUNK)
         except BlockingIOError:
             return 0
+        if not data:
+            self._emit(key, key.data.lines.rest())
+            self._forget(key)
+            return 0
         self._emit(key, key.data.lines.feed(data, time.monotonic()))
         return len(data)
+
+    def _forget(self, key: selectors.SelectorKey) -> None:
+        with self._lock:
+            if key.fd in self._selector.get_map():
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+
+    def _hides(self, source: _Source) -> bool:
+        return source.number == 1 and bool(self.shown) and source.rank not in self.shown
 
     def _emit(self, key: selectors.SelectorKey, pieces: Iterator[Piece]) -> None:
         source: _Source = key.data
         try:
             for piece in pieces:
-                if not source.hidden:
+                if not self._hides(source):
                     source.screen.show(source.rank, piece)
             source.screen.stream.flush()
         except BrokenPipeError:
-            # Nobody reads us any more, as in `| head`: the ranks shall learn it as we did.
-            self._selector.unregister(key.fd)
-            os.close(key.fd)
+            # Nobody reads us any more, as in `| head`: the ranks shall learn it as we did. Not
+            # those that outlive us: they read their own pipes when we are gone.
+            if source.ends:
+                _let_go(source.screen)
+            else:
+                self._forget(key)
         except OSError as error:  # such as a full disk: no reason for the ranks to stop
             _let_go(source.screen)
             say.complain(f"what the ranks write is not shown any more ({error.strerror})")

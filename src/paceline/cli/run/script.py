@@ -4,7 +4,7 @@ The launcher starts this file by its path, so that a rank whose script does not 
 not import it. The script gets ``__main__``, ``sys.argv`` and ``sys.path[0]`` as if it had been
 started directly; functions of it can be pickled, and processes it spawns find it. What is added:
 
-- the rank ends when its launcher is gone, however that ended;
+- the rank ends when its launcher is gone, however that ended; a member of an elastic job goes on;
 - how the script failed (when, with what, where) is written down for the launcher, which tells the
   first failure from its consequences. Only the first one's traceback is printed by the rank itself;
 - ``PACELINE_DROP_IN`` calls :func:`paceline.install` first: ``1`` for all of it, ``names`` for
@@ -22,8 +22,10 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -48,6 +50,7 @@ def main(arguments: list[str]) -> NoReturn:
     module = arguments[0] == "-m"
     target, *rest = arguments[1:] if module else arguments
     _die_with_the_launcher()
+    _outlive_the_agent()
     _write_whole_lines()
     try:
         _prepare()
@@ -74,6 +77,26 @@ def _die_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):  # it went before we asked
         os._exit(128 + signal.SIGKILL)
+
+
+def _outlive_the_agent() -> None:
+    """Have what a member writes read when its agent is gone: nobody else would, and a pipe that
+    is full would hold it up, one without a reader end it.
+    """
+    agent = os.environ.pop("PACELINE_AGENT", "")
+    if not agent:
+        return
+    pipes = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_NONBLOCK) for number in (1, 2)]
+    threading.Thread(target=_read_after, args=(int(agent), pipes), daemon=True).start()
+
+
+def _read_after(agent: int, pipes: list[int]) -> None:
+    with contextlib.suppress(OSError):  # it is gone already
+        select.select([os.pidfd_open(agent)], [], [])
+    while True:
+        for pipe in select.select(pipes, [], [])[0]:
+            if not os.read(pipe, 1 << 16):
+                return  # this process has closed its output
 
 
 def _write_whole_lines() -> None:
@@ -250,7 +273,7 @@ def _report(kind: str, message: str, text: str, place: str, consequence: bool) -
         for words in (message, text)
     )
     note = {
-        "rank": int(os.environ["RANK"]),
+        "rank": _number(),
         "when": time.monotonic(),
         "kind": kind,
         "message": message,
@@ -272,6 +295,11 @@ def _write(path: Path, note: object) -> None:
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(note))
     draft.replace(path)
+
+
+def _number() -> int:
+    """This process's rank; in an elastic job, where ranks change, its number as a member."""
+    return int(os.environ.get("PACELINE_MEMBER") or os.environ["RANK"])
 
 
 def _is_first() -> bool:

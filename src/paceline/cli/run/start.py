@@ -8,10 +8,12 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from ...errors import LaunchError
 from .. import say, sharing
 from ..machine import Machine, ThisMachine
+from .elastic import Elastic, launch_elastic
 from .launch import Conduct, Script, become, launch
 from .plan import Asked, Become, Launch, check_shown, make_plan
 from .record import check_record
@@ -20,13 +22,22 @@ ENGINES = ("auto", "gloo", "hybrid", "nccl", "shm")  # what PACELINE_BACKEND may
 _LONGEST = 86_400.0  # seconds; a day
 
 
-def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | None) -> int:
+def start(
+    asked: Asked,
+    script: Script,
+    conduct: Conduct,
+    show: str,
+    ray: str | None,
+    elastic: Elastic | None = None,
+) -> int:
     """Start what was asked for and return its exit code; nothing is started that cannot work."""
     check_target(script)
     check_numbers(script, conduct)
     check_backend(script.backend)
     check_record(script.record)
     shown = parse_ranks(show)
+    if elastic is not None:
+        check_elastic(elastic, ray)
     if ray is not None:
         _refuse_sharing_on_ray(asked)
         from .on_ray import launch_on_ray
@@ -37,12 +48,58 @@ def start(asked: Asked, script: Script, conduct: Conduct, show: str, ray: str | 
     if asked.ranks_per_gpu > 1:
         plan = share_gpus(plan, asked.ranks_per_gpu, script.backend, machine)
     if isinstance(plan, Become):
+        if elastic is not None:
+            _refuse_elastic("srun or mpirun with one task for each rank", "one for each machine")
         become(plan, script)
+    if elastic is not None:
+        return _start_elastic(plan, script, elastic, shown)
     if plan.max_nodes == 1:  # else ranks are counted when the machines have met
         check_shown(shown, plan.nproc)
     if plan.why and plan.node_rank in (None, 0):
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
     return launch(plan, script, conduct, shown)
+
+
+def _start_elastic(plan: Launch, script: Script, elastic: Elastic, shown: Collection[int]) -> int:
+    if plan.max_nodes > 1:
+        raise LaunchError(
+            f"--nnodes is {plan.max_nodes}, and members of an elastic job are on one machine",
+            "Leave --nnodes out, or --elastic and --spares.",
+        )
+    if elastic.min_ranks > plan.nproc:
+        raise LaunchError(
+            f"--min-ranks is {elastic.min_ranks}, and {plan.nproc} ranks are started",
+            "Give fewer, or a larger --nproc.",
+        )
+    check_shown(shown, plan.nproc)
+    if plan.why:
+        say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
+    return launch_elastic(plan, script, elastic, shown)
+
+
+def check_elastic(elastic: Elastic, ray: str | None) -> None:
+    """Refuse numbers that cannot be, and launchers that start no single rank."""
+    if ray is not None:
+        _refuse_elastic("--ray", "paceline run itself")
+    for name, count, least in (
+        ("spares", elastic.spares, 0),
+        ("min-ranks", elastic.min_ranks, 1),
+    ):
+        if count < least:
+            raise LaunchError(f"--{name} is {count}", f"Give {least} or more.")
+    for name, seconds in (
+        ("stopped-after", elastic.stopped_after),
+        ("heartbeat", elastic.heartbeat),
+    ):
+        if not 0 < seconds <= _LONGEST:  # nan is neither
+            raise LaunchError(f"--{name} is {seconds:g}", f"Give seconds, up to {_LONGEST:g}.")
+
+
+def _refuse_elastic(by: str, instead: str) -> NoReturn:
+    raise LaunchError(
+        f"--elastic and --spares start members one by one, which {by} does not",
+        f"Have the ranks started by {instead}.",
+    )
 
 
 def share_gpus(

@@ -57,9 +57,14 @@ def read_reports(folder: Path) -> dict[int, FailureReport]:
 
 
 def judge(
-    endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], size: int
+    endings: Mapping[int, RankEnding],
+    reports: Mapping[int, FailureReport],
+    size: int,
+    noun: str = "rank",
 ) -> LaunchVerdict | None:
     """Tell the first failure from its consequences; None when nothing failed.
+
+    ``noun`` says what has the numbers; members of an elastic job are not counted by ``size``.
 
     Ranks that only noticed another's end come after those that failed of themselves: a rank may
     close its group on the way out, and the others then raise before it has ended.
@@ -73,8 +78,8 @@ def judge(
     return LaunchVerdict(
         first,
         exit_code(endings[first], report),
-        f"rank {first} of {size} failed first: {what}",
-        tuple(_tell_others(endings, reports, first)),
+        f"{noun} {first}{f' of {size}' if size else ''} failed first: {what}",
+        tuple(_tell_others(endings, reports, first, noun)),
         report.traceback if report else "",
         report is not None and report.consequence,
     )
@@ -128,7 +133,7 @@ def _short(message: str) -> str:
 
 
 def _tell_others(
-    endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], first: int
+    endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], first: int, noun: str
 ) -> Iterator[str]:
     """One line for each fate; ranks that share it share the line."""
     only_noticed = first in reports and reports[first].consequence
@@ -140,7 +145,7 @@ def _tell_others(
         lines.setdefault(fate, line)
     for fate, ranks in fates.items():
         if fate:
-            yield f"{'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)} {lines[fate]}"
+            yield f"{noun if len(ranks) == 1 else f'{noun}s'} {runs(ranks)} {lines[fate]}"
 
 
 def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> tuple[str, str]:

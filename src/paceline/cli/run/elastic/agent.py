@@ -1,0 +1,347 @@
+"""Runs the members of one host: starts them, watches them, and tells the keeper what it sees.
+
+One loop, which sleeps until a process has ended, a word has come or a tenth of a second is over.
+A member that ends is told to the keeper before anything else happens, since others wait for it. One
+that is stopped, or that the keeper has not heard of, is killed first and told then: whatever it
+would have written later reaches nobody.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+from ...._members import (
+    AgentHello,
+    Enlist,
+    Enlisted,
+    Fence,
+    Formed,
+    Gone,
+    KeeperWord,
+    NoMore,
+    Over,
+)
+from ....errors import LaunchError
+from ... import say
+from ..screen import OutputReader
+from ..signals import signals_noted
+from ..verdict import FailureReport, RankEnding, describe, read_reports, runs, signal_name
+from .crew import Crew
+from .keeper import KeeperProcess
+from .link import KeeperLink
+from .process import MemberProcess
+from .story import JobStory, tell_formed, tell_loss
+
+_TICK = 0.1  # seconds between two looks at what nobody reports
+_SOON = 0.005  # the same, while the keeper is being replaced
+_KEEPER = 60.0  # seconds that a keeper has to listen
+_LINGER = 1.0  # seconds between two looks for members whose script has failed
+
+
+class AgentPhase(Enum):
+    """How far the end of a job has come, on this host."""
+
+    RUNNING = auto()
+    OVER = auto()  # the job has ended; members end by themselves
+    LEAVING = auto()  # members were asked to finish their step and leave
+    ENDING = auto()  # what is left was killed
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How long this agent waits for what, in seconds."""
+
+    grace: float = 30.0  # for members to end, once they are asked to
+    patience: float = 2.0  # for members to end by themselves, once the job has failed
+    stopped_after: float = 0.5
+
+
+@dataclass
+class MemberStart:
+    """What is needed to start a member, but for its number and place."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    seats: Sequence[Mapping[str, str]] = ()
+
+    def start(self, number: int, seat: int) -> MemberProcess:
+        """Start a member's process."""
+        own = {"PACELINE_MEMBER": str(number), "LOCAL_RANK": str(seat)}
+        own |= self.seats[seat] if self.seats else {}
+        return MemberProcess(number, seat, self.command, {**self.environment, **own})
+
+
+@dataclass
+class ElasticAgent:
+    """The members of this host, from the first start to the last end."""
+
+    host: str
+    crew: Crew
+    start: MemberStart
+    watch: Watch
+    keeper: KeeperProcess
+    link: KeeperLink
+    reader: OutputReader
+    notes: Path
+    show: Sequence[int] = ()  # ranks whose output is shown; none: all
+    story: JobStory = field(default_factory=JobStory)
+    phase: AgentPhase = AgentPhase.RUNNING
+    over: Over | None = None
+    signals: Sequence[int] = ()  # that have come
+    processes: dict[int, MemberProcess] = field(default_factory=dict)
+    reports: dict[int, FailureReport] = field(default_factory=dict)
+    _asked: int = 0  # numbers that were asked for and have not come
+    _told_no_more: bool = False
+    _ask_at: float | None = None
+    _kill_at: float | None = None
+    _failing_since: dict[int, float] = field(default_factory=dict)
+    _looked: float = 0.0
+    _unheard_since: float = field(default_factory=time.monotonic)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def run(self) -> None:
+        """Return when every member has ended and no other will be started."""
+        with signals_noted() as self.signals:
+            try:
+                while not self.crew.over:
+                    self._sleep()
+                    self._look(time.monotonic())
+            finally:
+                self._end_all()
+
+    # -- one look -----------------------------------------------------------------------------
+
+    def _sleep(self) -> None:
+        """Wait until something has happened that can be waited for."""
+        self._selector.select(_TICK if self.link.connected else _SOON)
+
+    def _look(self, now: float) -> None:
+        for process in list(self.processes.values()):
+            if (ending := process.ending()) is not None:
+                self._note_end(process, ending)
+        self._keep_in_touch(now)
+        for process in self.processes.values():
+            if process.stopped_for(now) >= self.watch.stopped_after:
+                self._fence(process, f"it was stopped for {self.watch.stopped_after:g} s")
+        self._end_lingerers(now)
+        self._fill_places(now)
+        self._heed(now)
+
+    def _keep_in_touch(self, now: float) -> None:
+        """See that there is a keeper, and hear what it says."""
+        if how := self.keeper.look(now):
+            self._disconnect()
+            self.story.keepers += 1
+            say.note(f"the process that keeps the roster is replaced: {how}")
+        if self.link.connected:
+            for word in self.link.heard():
+                self._hear(word, now)
+            self.link.flush()
+            if not self.link.connected:
+                self._disconnect()
+        elif self.link.connect(self._hello()):
+            self._asked, self._unheard_since, self._told_no_more = 0, now, False
+            self._selector.register(self.link, selectors.EVENT_READ)
+        elif now - self._unheard_since > _KEEPER:
+            raise LaunchError(
+                f"the process that keeps the roster has not answered for {_KEEPER:g} s",
+                "Nothing can be agreed without it; look for what slows this machine down.",
+            )
+
+    def _hello(self) -> AgentHello:
+        members = {number: process.pid for number, process in self.processes.items()}
+        return AgentHello(self.host, self.crew.size.ranks, members)
+
+    def _disconnect(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is self.link:
+                self._selector.unregister(key.fd)
+        self.link.close()
+        self._unheard_since = time.monotonic()
+
+    def _hear(self, word: KeeperWord, now: float) -> None:
+        if isinstance(word, Enlisted):
+            self._asked = max(0, self._asked - 1)
+            self._start(word.member, now)
+        elif isinstance(word, Formed):
+            self._note_roster(word)
+        elif isinstance(word, Fence):
+            if word.member in self.processes:
+                self._fence(self.processes[word.member], word.why)
+        else:
+            self._note_over(word, now)
+
+    # -- members ------------------------------------------------------------------------------
+
+    def _fill_places(self, now: float) -> None:
+        """Ask for numbers for those that are to be started; they are when the numbers come."""
+        if self.link.connected:
+            for _ in range(self.crew.due(now) - self._asked):
+                self._asked += 1
+                self.link.say(Enlist())
+        if (why := self.crew.exhausted) and not self._told_no_more and self.link.connected:
+            self._told_no_more = True
+            say.note(f"nobody is started in place of those lost any more: {why}")
+            self.link.say(NoMore(why))
+
+    def _start(self, number: int, now: float) -> None:
+        if not self.crew.due(now):  # the job has ended, or others were started meanwhile
+            self.link.say(Gone(number, "it was not started", failed=False))
+            return
+        seat = self.crew.start(number)
+        try:
+            process = self.start.start(number, seat)
+        except OSError as error:
+            how = f"it could not be started ({error.strerror})"
+            self.crew.end(number, RankEnding(1, now), failed=True)
+            self.link.say(Gone(number, how))
+            say.complain(f"member {number}: {how}")
+            return
+        self.processes[number] = process
+        self._selector.register(process.ended, selectors.EVENT_READ)
+        for which, pipe in process.pipes.items():
+            self.reader.read(pipe, number, which)
+
+    def _note_end(self, process: MemberProcess, ending: RankEnding) -> None:
+        """Tell the keeper, and give the place to another."""
+        number = process.number
+        del self.processes[number]
+        self.reports.update(read_reports(self.notes))
+        failed = ending.code != 0 and not (ending.stopped and number not in self.reports)
+        how = process.fenced or describe(ending, self.reports.get(number))
+        self.link.say(Gone(number, how, failed))
+        self.crew.end(number, ending, failed)
+        self._selector.unregister(process.ended)
+        process.close()
+        if failed and self.phase is AgentPhase.RUNNING:
+            self._tell_loss(number, how, ending.when)
+        self._end_without_a_word()
+
+    def _tell_loss(self, number: int, how: str, when: float) -> None:
+        if number in self.crew.seen:
+            self.story.lose(number, how, when)
+        instead = "" if self.crew.exhausted else "; another is started"
+        say.complain(tell_loss(number, how, len(self.processes), instead))
+
+    def _fence(self, process: MemberProcess, why: str) -> None:
+        """End a member that may still believe that it takes part."""
+        if process.fenced:
+            return
+        process.fenced = why
+        say.complain(f"member {process.number} is ended: {why}")
+        process.kill()
+
+    def _end_lingerers(self, now: float) -> None:
+        """End members whose script has failed and whose process goes on, such as in a lock."""
+        if now - self._looked < _LINGER:
+            return
+        self._looked = now
+        self.reports.update(read_reports(self.notes))
+        for number in self.reports.keys() & self.processes.keys():
+            if now - self._failing_since.setdefault(number, now) > self.watch.grace:
+                self.processes[number].kill()
+
+    # -- what the keeper says -----------------------------------------------------------------
+
+    def _note_roster(self, word: Formed) -> None:
+        newcomers = set(word.members) - set(self.story.members)
+        self.crew.took_part({*word.members, *word.waiting}, word.steps)
+        seconds = self.story.form(word.members, time.monotonic())
+        with suppress(OSError):
+            (self.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
+        if self.show:
+            self.reader.shown = {word.members[r] for r in self.show if r < len(word.members)}
+        say.note(tell_formed(word.number, word.members, newcomers, seconds or word.seconds))
+
+    def _note_over(self, word: Over, now: float) -> None:
+        """Let members end by themselves, and those that were never needed at once."""
+        if self.over is not None:
+            return
+        self.over = word
+        self.crew.close()
+        if self.phase is not AgentPhase.RUNNING:
+            return
+        self.phase = AgentPhase.OVER
+        if word.failed:
+            self._ask_at = now + self.watch.patience
+            return
+        for number, process in self.processes.items():
+            if number not in self.story.members:
+                process.ask_to_end()
+        self._kill_at = now + self.watch.grace
+
+    def _end_without_a_word(self) -> None:
+        """Notice that all who trained have ended well, though the keeper could not say so."""
+        members = set(self.story.members)
+        ended = members & self.crew.endings.keys()
+        well = [n for n in ended if self.crew.endings[n].code == 0]
+        if self.over is None and members and ended == members and well:
+            self._note_over(Over("it is finished", failed=False), time.monotonic())
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _heed(self, now: float) -> None:
+        """Do what a signal, or the time, asks for."""
+        if len(self.signals) > 1 and self.phase is not AgentPhase.ENDING:
+            say.note("ending all members at once")
+            self._kill(self.processes)
+        elif self.signals and self.phase in (AgentPhase.RUNNING, AgentPhase.OVER):
+            self._ask_all(f"after {signal_name(self.signals[0])}, ", now)
+        elif self._ask_at is not None and now >= self._ask_at:
+            self._ask_at = None
+            self._ask_all("", now)
+        elif self._kill_at is not None and now >= self._kill_at:
+            self._kill([n for n, process in self.processes.items() if process.asked_to_end])
+        elif self.phase is AgentPhase.RUNNING and self.crew.exhausted and not self.processes:
+            self.crew.close()
+
+    def _ask_all(self, after: str, now: float) -> None:
+        self.phase = AgentPhase.LEAVING
+        self.crew.close()
+        if self.processes and after:
+            say.note(
+                f"{after}members finish their step and leave; they have {self.watch.grace:g} s, "
+                "and a second signal ends them at once"
+            )
+        for process in self.processes.values():
+            process.ask_to_end()
+        self._kill_at = now + self.watch.grace
+
+    def _kill(self, numbers: Mapping[int, MemberProcess] | Sequence[int]) -> None:
+        if numbers:
+            self.phase = AgentPhase.ENDING
+        self.crew.close()
+        for number in numbers:
+            self.processes[number].asked_to_end = True
+            self.processes[number].kill()
+        self._kill_at = None
+
+    def _end_all(self) -> None:
+        """Leave no process and no descriptor, however the job ended."""
+        self.crew.close()
+        for process in self.processes.values():
+            process.asked_to_end = True
+            process.kill()
+        while self.processes:
+            for process in list(self.processes.values()):
+                if (ending := process.wait()) is not None:
+                    self._note_end(process, ending)
+        self._disconnect()
+        self._selector.close()
+        self.keeper.end()
+
+    def verdict_numbers(self) -> set[int]:
+        """Members whose end nobody has gone on from."""
+        if self.over is not None and not self.over.failed:
+            return set(self.story.members)
+        return self.crew.endings.keys() - (self.story.losses.keys() - self.story.unanswered)
+
+    def who_was_left(self) -> str:
+        """The members that trained last, in words."""
+        return runs(sorted(self.story.members))

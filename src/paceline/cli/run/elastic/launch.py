@@ -1,0 +1,134 @@
+"""Carries out an elastic launch: keeper, members, and what is told at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ....errors import LaunchError
+from ... import say
+from ...machine import allow_open_files, loopback
+from ..launch import Script, tell
+from ..plan import Launch
+from ..record import clear_record, tell_if_empty
+from ..screen import OutputReader
+from ..verdict import judge, signal_name
+from .agent import ElasticAgent, MemberStart, Watch
+from .crew import Crew, CrewSize
+from .keeper import KeeperProcess, keeper_command
+from .link import KeeperLink
+
+_OPEN_FILES, _FILES_PER_MEMBER = 128, 8  # that an agent has: its own, and two pipes and a pidfd
+_LONGEST_PATH = 100  # bytes of a socket's path; the kernel takes 107
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The options of a launch whose members may change."""
+
+    spares: int = 0
+    min_ranks: int = 1
+    max_restarts: int | None = None
+    stopped_after: float = 0.5
+    heartbeat: float = 60.0
+    grace: float = 30.0
+    patience: float = 2.0
+
+
+def launch_elastic(
+    plan: Launch, script: Script, elastic: Elastic, show: Collection[int] = ()
+) -> int:
+    """Start this host's members and wait for the job's end; returns what a shell is to see."""
+    size = CrewSize(plan.nproc, elastic.spares, elastic.max_restarts)
+    allow_open_files(_OPEN_FILES + _FILES_PER_MEMBER * size.places)
+    clear_record(script.record)
+    notes = tempfile.TemporaryDirectory(
+        prefix="paceline-run-", dir=_short_folder(), ignore_cleanup_errors=True
+    )
+    with notes as folder:
+        agent = _agent(plan, script, elastic, size, Path(folder), show)
+        try:
+            agent.run()
+        finally:
+            agent.reader.close()  # what is said now comes after all that members have written
+        code = _tell(agent)
+    if not code:
+        tell_if_empty(script.record)
+    return code
+
+
+def _agent(
+    plan: Launch,
+    script: Script,
+    elastic: Elastic,
+    size: CrewSize,
+    folder: Path,
+    show: Collection[int],
+) -> ElasticAgent:
+    path = str(folder / "members")
+    command = [sys.executable, "-u", *script.command()]
+    environment = _environment(script, size, folder, path)
+    return ElasticAgent(
+        socket.gethostname(),
+        Crew(size),
+        MemberStart(command, environment, plan.seats),
+        Watch(elastic.grace, elastic.patience, elastic.stopped_after),
+        KeeperProcess(
+            keeper_command(path, plan.nproc, elastic.min_ranks, elastic.heartbeat), folder
+        ),
+        KeeperLink(path),
+        OutputReader(),
+        folder,
+        sorted(show),
+    )
+
+
+def _environment(script: Script, size: CrewSize, folder: Path, path: str) -> Mapping[str, str]:
+    """What all members find in their environment."""
+    found = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    if name := loopback():
+        found.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
+    return found | {
+        **script.environment(size.ranks),
+        "PYTHONUNBUFFERED": "1",
+        "PACELINE_MEMBERS": path,
+        "PACELINE_NOTES": str(folder),
+        "PACELINE_AGENT": str(os.getpid()),
+        "LOCAL_WORLD_SIZE": str(size.places),
+    }
+
+
+def _short_folder() -> str | None:
+    """Where the folder with the socket goes; None: where all temporary ones do."""
+    usual = tempfile.gettempdir()
+    if len(usual) + len("/paceline-run-12345678/members") <= _LONGEST_PATH:
+        return None
+    if os.access("/tmp", os.W_OK):
+        return "/tmp"
+    raise LaunchError(f"{usual} is too long a name for a socket in it", "Set TMPDIR to another.")
+
+
+def _tell(agent: ElasticAgent) -> int:
+    """Say how the job ended; returns the exit code."""
+    for line in agent.story.told():
+        say.note(line)
+    if agent.signals:
+        number = agent.signals[0]
+        say.complain(f"stopped by {signal_name(number)}; all members have ended")
+        return 128 + number
+    numbers = agent.verdict_numbers()
+    endings = {n: end for n, end in agent.crew.endings.items() if n in numbers}
+    reports = {n: report for n, report in agent.reports.items() if n in numbers}
+    verdict = judge(endings, reports, 0, "member")
+    if agent.over is None or not agent.over.failed:
+        return tell(verdict, 2)
+    if verdict is None:
+        say.complain(f"the job has ended: {agent.over.why}")
+        return 1
+    return tell(replace(verdict, headline=f"{verdict.headline}; {agent.over.why}"), 2)

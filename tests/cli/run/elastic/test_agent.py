@@ -1,0 +1,244 @@
+"""``paceline run --elastic`` with real processes; a keeper that lets everybody in at once."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.run.elastic import launch
+from tests.cli.launches import Ended, paceline
+
+DEADLINE = 20.0  # seconds
+STAND_IN = Path(__file__).with_name("stand_in_keeper.py")
+MEMBER = """
+import os, signal, socket, struct, sys, time
+me = int(os.environ["PACELINE_MEMBER"])
+folder = os.path.dirname(os.path.abspath(__file__))
+def wait_for(*names):
+    while not all(os.path.exists(os.path.join(folder, str(name))) for name in names):
+        time.sleep(0.002)
+def mark(name):
+    open(os.path.join(folder, str(name)), "x").close()
+def keeper(unless=0):
+    while True:
+        with socket.socket(socket.AF_UNIX) as door:
+            if not door.connect_ex(os.environ["PACELINE_MEMBERS"]):
+                credentials = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                if (pid := struct.unpack("3i", credentials)[0]) != unless:
+                    return pid
+        time.sleep(0.002)
+with socket.socket(socket.AF_UNIX) as door:
+    door.connect(os.environ["PACELINE_MEMBERS"])
+    door.send(b"up%d" % me)
+mark(me)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Run a script, MEMBER and what is given, as an elastic job."""
+
+    def command(path: str, *options: object) -> list[str]:
+        return [sys.executable, str(STAND_IN), path]
+
+    monkeypatch.setattr(launch, "keeper_command", command)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def begin(body: str, *options: object, **env: str) -> Ended:
+        script = tmp_path / "member.py"
+        script.write_text(body if body.startswith("#!") else MEMBER + body)
+        late = threading.Timer(DEADLINE, lambda: [os.kill(os.getpid(), 15) for _ in range(2)])
+        late.start()
+        try:
+            return paceline(capsys, "run", "--elastic", *options, script, **env)
+        finally:
+            late.cancel()
+
+    return begin
+
+
+def test_members_run_and_their_lines_carry_their_numbers(run) -> None:
+    ended = run("print('hello', flush=True); wait_for(0, 1, 2)", "--nproc", 2, "--spares", 1)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["[0] hello", "[1] hello", "[2] hello"]
+
+
+def test_a_member_finds_its_place_and_no_rank_of_another_launch(run) -> None:
+    ended = run(
+        "print(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'], 'RANK' in os.environ,"
+        " os.stat(os.path.dirname(os.environ['PACELINE_MEMBERS'])).st_mode & 0o777, flush=True)",
+        *("--nproc", 2),
+    )
+    assert sorted(ended.out.splitlines()) == [f"[{n}] {n} 2 False {0o700}" for n in (0, 1)]
+
+
+def test_one_that_is_killed_is_told_and_replaced_in_its_place_and_the_job_ends_well(run) -> None:
+    ended = run(
+        """
+print("in place", os.environ["LOCAL_RANK"], flush=True)
+if me == 0:
+    wait_for(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for(2)
+""",
+        *("--nproc", 2),
+    )
+    assert ended.code == 0, ended.err
+    assert "[2] in place 0" in ended.out
+    assert (
+        "member 0 is lost: it was killed by SIGKILL (out of memory? see dmesg); 1 member of this "
+        "host is left; another is started" in ended.err
+    )
+    assert "1 member was lost; the others went on after 0." in ended.err
+
+
+def test_what_a_member_left_running_is_killed_with_it(run, tmp_path) -> None:
+    ended = run(
+        """
+import subprocess
+if me == 0:
+    child = subprocess.Popen(["sleep", "600"])
+    open(os.path.join(folder, "child"), "w").write(str(child.pid))
+    os._exit(3)
+wait_for(2)
+""",
+        *("--nproc", 2),
+    )
+    assert ended.code == 0, ended.err
+    child = int((tmp_path / "child").read_text())
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_stopped_member_is_ended_and_replaced(run) -> None:
+    ended = run(
+        """
+if me == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    mark("went on")
+wait_for(2)
+""",
+        *("--nproc", 2, "--stopped-after", 0.3),
+    )
+    assert ended.code == 0, ended.err
+    assert "member 1 is ended: it was stopped for 0.3 s" in ended.err
+    assert "member 1 is lost: it was stopped for 0.3 s" in ended.err
+
+
+def test_a_member_that_was_stopped_for_a_moment_goes_on(run, tmp_path) -> None:
+    ended = run(
+        """
+import subprocess
+if me == 1:
+    subprocess.Popen(f"sleep 0.3; kill -CONT {os.getpid()}", shell=True, start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    mark("went on")
+wait_for("went on")
+""",
+        *("--nproc", 2, "--stopped-after", 5),
+    )
+    assert ended.code == 0, ended.err
+    assert "lost" not in ended.err
+
+
+def test_the_keeper_may_be_killed_and_stopped(run) -> None:
+    ended = run(
+        """
+if me == 0:
+    first = keeper()
+    os.kill(first, signal.SIGKILL)
+    second = keeper(unless=first)
+    os.kill(second, signal.SIGSTOP)
+    keeper(unless=second)
+    mark("third")
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("third", 2)
+""",
+        *("--nproc", 2),
+    )
+    assert ended.code == 0, ended.err
+    assert "the process that keeps the roster was replaced 2 times" in ended.err
+    assert "member 0 is lost: it was killed by SIGKILL" in ended.err
+
+
+def test_a_script_that_always_fails_ends_with_the_first_failure(run, tmp_path) -> None:
+    ended = run("raise ValueError(f'no {me}')", "--nproc", 2, "--max-restarts", 3)
+    assert ended.code == 1
+    assert {path.name for path in tmp_path.iterdir() if path.name.isdigit()} == set("01234")
+    assert "nobody is started in place of those lost any more: all 3 of --max-restarts" in ended.err
+    assert "failed first: ValueError: no" in ended.err
+
+
+def test_an_import_that_always_fails_is_not_tried_for_ever(run, tmp_path) -> None:
+    tried = tmp_path / "tried"
+    tried.mkdir()
+    script = f"#!\nimport os\nopen('{tried}/' + str(os.getpid()), 'x')\nimport is_not_there"
+    ended = run(script, "--nproc", 1)
+    assert ended.code == 1
+    assert len(list(tried.iterdir())) == 4
+    assert "the last 4 processes ended before they took part" in ended.err
+    assert "failed first: ModuleNotFoundError" in ended.err
+
+
+def test_a_replacement_that_cannot_start_does_not_end_those_who_train(run) -> None:
+    ended = run(
+        """#!
+import os
+if int(os.environ["PACELINE_MEMBER"]) > 1:
+    open(os.path.dirname(__file__) + "/tried " + os.environ["PACELINE_MEMBER"], "x").close()
+    import is_not_there
+"""
+        + MEMBER
+        + """
+if me == 0:
+    wait_for(1)
+    os._exit(7)
+wait_for("tried 2", "tried 3")
+""",
+        *("--nproc", 2, "--max-restarts", 2),
+    )
+    assert ended.code == 0, ended.err
+    assert "member 0 is lost: it ended with exit code 7" in ended.err
+
+
+def test_ranks_that_are_shown_are_those_of_the_roster(run) -> None:
+    ended = run(
+        """
+wait_for(0, 1)
+if me == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for(2)
+time.sleep(0.1)
+print("out", flush=True)
+""",
+        *("--nproc", 2, "--show", 0),
+    )
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["[1] out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--spares", -1), "--spares is -1"),
+        (("--min-ranks", 0), "--min-ranks is 0"),
+        (("--min-ranks", 3), "--min-ranks is 3, and 2 ranks are started"),
+        (("--stopped-after", 0), "--stopped-after is 0"),
+        (("--heartbeat", "nan"), "--heartbeat is nan"),
+        (("--ray", "local"), "--ray does not"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(run, options, words) -> None:
+    ended = run("", "--nproc", 2, *options)
+    assert ended.code == 2
+    assert words in " ".join(ended.err.split())
+
+
+def test_nothing_is_left(run, tmp_path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ended = run("if me == 0: os._exit(1)\nwait_for(2)", "--nproc", 2)
+    assert ended.code == 0, ended.err
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not list(tmp_path.glob("paceline-run-*"))
