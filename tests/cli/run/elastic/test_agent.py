@@ -68,7 +68,8 @@ def test_members_run_and_their_lines_carry_their_numbers(run) -> None:
 def test_a_member_finds_its_place_and_no_rank_of_another_launch(run) -> None:
     ended = run(
         "print(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'], 'RANK' in os.environ,"
-        " os.stat(os.path.dirname(os.environ['PACELINE_MEMBERS'])).st_mode & 0o777, flush=True)",
+        " os.stat(os.path.dirname(os.environ['PACELINE_MEMBERS'])).st_mode & 0o777, flush=True)\n"
+        "wait_for(0, 1)",
         *("--nproc", 2),
     )
     assert sorted(ended.out.splitlines()) == [f"[{n}] {n} 2 False {0o700}" for n in (0, 1)]
