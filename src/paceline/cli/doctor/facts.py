@@ -42,8 +42,11 @@ OWN = (
     "PACELINE_WARN_AFTER",
 )
 BETWEEN_US = (
+    "PACELINE_AGENT",
     "PACELINE_LAUNCHER",
     "PACELINE_MASTER",
+    "PACELINE_MEMBER",
+    "PACELINE_MEMBERS",
     "PACELINE_NOTES",
 )  # that our own processes tell each other
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
