@@ -32,9 +32,9 @@ from ... import say
 from ..screen import OutputReader
 from ..signals import signals_noted
 from ..verdict import FailureReport, RankEnding, describe, read_reports, runs, signal_name
-from .crew import Crew
 from .keeper import KeeperProcess
 from .link import KeeperLink
+from .places import Places
 from .process import MemberProcess
 from .story import JobStory, tell_formed, tell_loss
 
@@ -54,7 +54,7 @@ class AgentPhase(Enum):
 
 
 @dataclass(frozen=True)
-class Watch:
+class AgentLimits:
     """How long this agent waits for what, in seconds."""
 
     grace: float = 30.0  # for members to end, once they are asked to
@@ -82,9 +82,9 @@ class ElasticAgent:
     """The members of this host, from the first start to the last end."""
 
     host: str
-    crew: Crew
+    places: Places
     start: MemberStart
-    watch: Watch
+    limits: AgentLimits
     keeper: KeeperProcess
     link: KeeperLink
     reader: OutputReader
@@ -109,7 +109,7 @@ class ElasticAgent:
         """Return when every member has ended and no other will be started."""
         with signals_noted() as self.signals:
             try:
-                while not self.crew.over:
+                while not self.places.over:
                     self._sleep()
                     self._look(time.monotonic())
             finally:
@@ -127,8 +127,8 @@ class ElasticAgent:
                 self._note_end(process, ending)
         self._keep_in_touch(now)
         for process in self.processes.values():
-            if process.stopped_for(now) >= self.watch.stopped_after:
-                self._fence(process, f"it was stopped for {self.watch.stopped_after:g} s")
+            if process.stopped_for(now) >= self.limits.stopped_after:
+                self._fence(process, f"it was stopped for {self.limits.stopped_after:g} s")
         self._end_lingerers(now)
         self._fill_places(now)
         self._heed(now)
@@ -156,7 +156,7 @@ class ElasticAgent:
 
     def _hello(self) -> AgentHello:
         members = {number: process.pid for number, process in self.processes.items()}
-        return AgentHello(self.host, self.crew.size.ranks, members)
+        return AgentHello(self.host, self.places.size.ranks, members)
 
     def _disconnect(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -182,24 +182,24 @@ class ElasticAgent:
     def _fill_places(self, now: float) -> None:
         """Ask for numbers for those that are to be started; they are when the numbers come."""
         if self.link.connected:
-            for _ in range(self.crew.due(now) - self._asked):
+            for _ in range(self.places.due(now) - self._asked):
                 self._asked += 1
                 self.link.say(Enlist())
-        if (why := self.crew.exhausted) and not self._told_no_more and self.link.connected:
+        if (why := self.places.exhausted) and not self._told_no_more and self.link.connected:
             self._told_no_more = True
             say.note(f"nobody is started in place of those lost any more: {why}")
             self.link.say(NoMore(why))
 
     def _start(self, number: int, now: float) -> None:
-        if not self.crew.due(now):  # the job has ended, or others were started meanwhile
+        if not self.places.due(now):  # the job has ended, or others were started meanwhile
             self.link.say(Gone(number, "it was not started", failed=False))
             return
-        seat = self.crew.start(number)
+        seat = self.places.start(number)
         try:
             process = self.start.start(number, seat)
         except OSError as error:
             how = f"it could not be started ({error.strerror})"
-            self.crew.end(number, RankEnding(1, now), failed=True)
+            self.places.end(number, RankEnding(1, now), failed=True)
             self.link.say(Gone(number, how))
             say.complain(f"member {number}: {how}")
             return
@@ -216,7 +216,7 @@ class ElasticAgent:
         failed = ending.code != 0 and not (ending.stopped and number not in self.reports)
         how = process.fenced or describe(ending, self.reports.get(number))
         self.link.say(Gone(number, how, failed))
-        self.crew.end(number, ending, failed)
+        self.places.end(number, ending, failed)
         self._selector.unregister(process.ended)
         process.close()
         if failed and self.phase is AgentPhase.RUNNING:
@@ -224,9 +224,9 @@ class ElasticAgent:
         self._end_without_a_word()
 
     def _tell_loss(self, number: int, how: str, when: float) -> None:
-        if number in self.crew.seen:
+        if number in self.places.seen:
             self.story.lose(number, how, when)
-        instead = "" if self.crew.exhausted else "; another is started"
+        instead = "" if self.places.exhausted else "; another is started"
         say.complain(tell_loss(number, how, len(self.processes), instead))
 
     def _fence(self, process: MemberProcess, why: str) -> None:
@@ -244,14 +244,14 @@ class ElasticAgent:
         self._looked = now
         self.reports.update(read_reports(self.notes))
         for number in self.reports.keys() & self.processes.keys():
-            if now - self._failing_since.setdefault(number, now) > self.watch.grace:
+            if now - self._failing_since.setdefault(number, now) > self.limits.grace:
                 self.processes[number].kill()
 
     # -- what the keeper says -----------------------------------------------------------------
 
     def _note_roster(self, word: Formed) -> None:
         newcomers = set(word.members) - set(self.story.members)
-        self.crew.took_part({*word.members, *word.waiting}, word.steps)
+        self.places.took_part({*word.members, *word.waiting}, word.steps)
         seconds = self.story.form(word.members, time.monotonic())
         with suppress(OSError):
             (self.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
@@ -264,23 +264,23 @@ class ElasticAgent:
         if self.over is not None:
             return
         self.over = word
-        self.crew.close()
+        self.places.close()
         if self.phase is not AgentPhase.RUNNING:
             return
         self.phase = AgentPhase.OVER
         if word.failed:
-            self._ask_at = now + self.watch.patience
+            self._ask_at = now + self.limits.patience
             return
         for number, process in self.processes.items():
             if number not in self.story.members:
                 process.ask_to_end()
-        self._kill_at = now + self.watch.grace
+        self._kill_at = now + self.limits.grace
 
     def _end_without_a_word(self) -> None:
         """Notice that all who trained have ended well, though the keeper could not say so."""
         members = set(self.story.members)
-        ended = members & self.crew.endings.keys()
-        well = [n for n in ended if self.crew.endings[n].code == 0]
+        ended = members & self.places.endings.keys()
+        well = [n for n in ended if self.places.endings[n].code == 0]
         if self.over is None and members and ended == members and well:
             self._note_over(Over("it is finished", failed=False), time.monotonic())
 
@@ -298,25 +298,25 @@ class ElasticAgent:
             self._ask_all("", now)
         elif self._kill_at is not None and now >= self._kill_at:
             self._kill([n for n, process in self.processes.items() if process.asked_to_end])
-        elif self.phase is AgentPhase.RUNNING and self.crew.exhausted and not self.processes:
-            self.crew.close()
+        elif self.phase is AgentPhase.RUNNING and self.places.exhausted and not self.processes:
+            self.places.close()
 
     def _ask_all(self, after: str, now: float) -> None:
         self.phase = AgentPhase.LEAVING
-        self.crew.close()
+        self.places.close()
         if self.processes and after:
             say.note(
-                f"{after}members finish their step and leave; they have {self.watch.grace:g} s, "
+                f"{after}members finish their step and leave; they have {self.limits.grace:g} s, "
                 "and a second signal ends them at once"
             )
         for process in self.processes.values():
             process.ask_to_end()
-        self._kill_at = now + self.watch.grace
+        self._kill_at = now + self.limits.grace
 
     def _kill(self, numbers: Mapping[int, MemberProcess] | Sequence[int]) -> None:
         if numbers:
             self.phase = AgentPhase.ENDING
-        self.crew.close()
+        self.places.close()
         for number in numbers:
             self.processes[number].asked_to_end = True
             self.processes[number].kill()
@@ -324,7 +324,7 @@ class ElasticAgent:
 
     def _end_all(self) -> None:
         """Leave no process and no descriptor, however the job ended."""
-        self.crew.close()
+        self.places.close()
         for process in self.processes.values():
             process.asked_to_end = True
             process.kill()
@@ -340,7 +340,7 @@ class ElasticAgent:
         """Members whose end nobody has gone on from."""
         if self.over is not None and not self.over.failed:
             return set(self.story.members)
-        return self.crew.endings.keys() - (self.story.losses.keys() - self.story.unanswered)
+        return self.places.endings.keys() - (self.story.losses.keys() - self.story.unanswered)
 
     def who_was_left(self) -> str:
         """The members that trained last, in words."""

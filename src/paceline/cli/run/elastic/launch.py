@@ -18,10 +18,10 @@ from ..plan import Launch
 from ..record import clear_record, tell_if_empty
 from ..screen import OutputReader
 from ..verdict import judge, signal_name
-from .agent import ElasticAgent, MemberStart, Watch
-from .crew import Crew, CrewSize
+from .agent import AgentLimits, ElasticAgent, MemberStart
 from .keeper import KeeperProcess, keeper_command
 from .link import KeeperLink
+from .places import HostSize, Places
 
 _OPEN_FILES, _FILES_PER_MEMBER = 128, 8  # that an agent has: its own, and two pipes and a pidfd
 _LONGEST_PATH = 100  # bytes of a socket's path; the kernel takes 107
@@ -45,7 +45,7 @@ def launch_elastic(
     plan: Launch, script: Script, elastic: Elastic, show: Collection[int] = ()
 ) -> int:
     """Start this host's members and wait for the job's end; returns what a shell is to see."""
-    size = CrewSize(plan.nproc, elastic.spares, elastic.max_restarts)
+    size = HostSize(plan.nproc, elastic.spares, elastic.max_restarts)
     allow_open_files(_OPEN_FILES + _FILES_PER_MEMBER * size.places)
     clear_record(script.record)
     notes = tempfile.TemporaryDirectory(
@@ -67,7 +67,7 @@ def _agent(
     plan: Launch,
     script: Script,
     elastic: Elastic,
-    size: CrewSize,
+    size: HostSize,
     folder: Path,
     show: Collection[int],
 ) -> ElasticAgent:
@@ -76,9 +76,9 @@ def _agent(
     environment = _environment(script, size, folder, path)
     return ElasticAgent(
         socket.gethostname(),
-        Crew(size),
+        Places(size),
         MemberStart(command, environment, plan.seats),
-        Watch(elastic.grace, elastic.patience, elastic.stopped_after),
+        AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after),
         KeeperProcess(
             keeper_command(path, plan.nproc, elastic.min_ranks, elastic.heartbeat), folder
         ),
@@ -89,7 +89,7 @@ def _agent(
     )
 
 
-def _environment(script: Script, size: CrewSize, folder: Path, path: str) -> Mapping[str, str]:
+def _environment(script: Script, size: HostSize, folder: Path, path: str) -> Mapping[str, str]:
     """What all members find in their environment."""
     found = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     if name := loopback():
@@ -123,7 +123,7 @@ def _tell(agent: ElasticAgent) -> int:
         say.complain(f"stopped by {signal_name(number)}; all members have ended")
         return 128 + number
     numbers = agent.verdict_numbers()
-    endings = {n: end for n, end in agent.crew.endings.items() if n in numbers}
+    endings = {n: end for n, end in agent.places.endings.items() if n in numbers}
     reports = {n: report for n, report in agent.reports.items() if n in numbers}
     verdict = judge(endings, reports, 0, "member")
     if agent.over is None or not agent.over.failed:

@@ -1,12 +1,12 @@
 """Who is started when, without a process."""
 
-from paceline.cli.run.elastic.crew import Crew, CrewSize
+from paceline.cli.run.elastic.places import HostSize, Places
 from paceline.cli.run.verdict import RankEnding
 
 
-def crew(ranks: int, spares: int = 0, restarts: int | None = None, began: bool = True) -> Crew:
+def host(ranks: int, spares: int = 0, restarts: int | None = None, began: bool = True) -> Places:
     """With all places filled by members 0, 1, …, which have taken part."""
-    found = Crew(CrewSize(ranks, spares, restarts))
+    found = Places(HostSize(ranks, spares, restarts))
     for number in range(found.due(0.0)):
         found.start(number)
     if began:
@@ -14,18 +14,18 @@ def crew(ranks: int, spares: int = 0, restarts: int | None = None, began: bool =
     return found
 
 
-def kill(found: Crew, number: int, now: float = 1.0) -> None:
+def kill(found: Places, number: int, now: float = 1.0) -> None:
     found.end(number, RankEnding(-9, now), failed=True)
 
 
 def test_at_first_all_places_are_filled() -> None:
-    assert Crew(CrewSize(3, 2)).due(0.0) == 5
-    assert crew(3, 2).seats == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
-    assert crew(3, 2).due(0.0) == 0
+    assert Places(HostSize(3, 2)).due(0.0) == 5
+    assert host(3, 2).seats == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
+    assert host(3, 2).due(0.0) == 0
 
 
 def test_a_member_that_took_part_is_replaced_at_once_in_its_place() -> None:
-    found = crew(3)
+    found = host(3)
     kill(found, 1)
     assert found.due(1.0) == 1
     assert found.start(3) == 1
@@ -33,7 +33,7 @@ def test_a_member_that_took_part_is_replaced_at_once_in_its_place() -> None:
 
 
 def test_a_member_that_ended_well_is_not_replaced() -> None:
-    found = crew(2)
+    found = host(2)
     for number in (0, 1):
         found.end(number, RankEnding(0, 1.0), failed=False)
         assert found.due(5.0) == 0
@@ -41,7 +41,7 @@ def test_a_member_that_ended_well_is_not_replaced() -> None:
 
 
 def test_restarts_are_counted_and_end() -> None:
-    found = crew(2, restarts=1)
+    found = host(2, restarts=1)
     kill(found, 0)
     kill(found, 1)
     assert found.due(1.0) == 1
@@ -52,7 +52,7 @@ def test_restarts_are_counted_and_end() -> None:
 
 
 def test_a_first_start_is_no_restart_even_after_a_loss() -> None:
-    found = Crew(CrewSize(3, max_restarts=0))
+    found = Places(HostSize(3, max_restarts=0))
     found.start(0)
     found.took_part({0})
     kill(found, 0)
@@ -60,7 +60,7 @@ def test_a_first_start_is_no_restart_even_after_a_loss() -> None:
 
 
 def test_members_that_never_take_part_are_replaced_ever_later_and_not_for_ever() -> None:
-    found = crew(1, began=False)
+    found = host(1, began=False)
     waits, now, number = [], 0.0, 0
     while not found.exhausted:
         kill(found, number, now)
@@ -76,7 +76,7 @@ def test_members_that_never_take_part_are_replaced_ever_later_and_not_for_ever()
 
 
 def test_one_that_takes_part_shows_that_the_program_is_well() -> None:
-    found = crew(2)
+    found = host(2)
     for number in range(2, 20):
         kill(found, min(found.living), float(number))
         found.start(number)
@@ -86,7 +86,7 @@ def test_one_that_takes_part_shows_that_the_program_is_well() -> None:
 
 
 def test_losses_without_a_step_between_them_end_it() -> None:
-    found, number = crew(2), 2
+    found, number = host(2), 2
     while not found.exhausted:
         kill(found, min(found.living), float(number * 20))
         if found.due(number * 20 + 10.0):
@@ -97,7 +97,7 @@ def test_losses_without_a_step_between_them_end_it() -> None:
 
 
 def test_nobody_is_started_once_it_is_closed() -> None:
-    found = crew(2)
+    found = host(2)
     kill(found, 0)
     found.close()
     assert found.due(100.0) == 0

@@ -17,7 +17,7 @@ _STUCK = 3  # times as many losses as there are places, and no step between them
 
 
 @dataclass(frozen=True)
-class CrewSize:
+class HostSize:
     """How many members a host has, and how often they are replaced."""
 
     ranks: int
@@ -31,10 +31,10 @@ class CrewSize:
 
 
 @dataclass
-class Crew:
+class Places:
     """The members of this host: who lives, who has ended, who is to be started."""
 
-    size: CrewSize
+    size: HostSize
     seats: dict[int, int] = field(default_factory=dict)  # of those that live, by number
     endings: dict[int, RankEnding] = field(default_factory=dict)  # by number
     seen: set[int] = field(default_factory=set)  # that have taken part, or waited to
