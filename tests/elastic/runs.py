@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,7 +33,7 @@ class Outcome:
     steps: int = 0
     rosters: int = 0
     committed: list[int] = field(default_factory=list)
-    samples: Counter[int] = field(default_factory=Counter)  # that this rank's commits counted
+    counted: list[int] = field(default_factory=list)  # samples in this rank's part of commits
     left: str = ""
     error: BaseException | None = None
 
@@ -82,9 +81,11 @@ def train(
         prepare(job=job, ddp=ddp, optimizer=optimizer, group=group)
         for step in job:
             seen: list[int] = []
+            shards: dict[int, list[int]] = {}
             moment(step, 0, "begin")
             for shard, (x, number) in step:
                 seen += number.tolist()
+                shards[shard.index] = number.tolist()
                 with ddp.shard(shard):
                     (ddp(x).flatten() - x.sum(1)).square().mean().backward()
                 moment(step, len(seen), "shard")
@@ -94,6 +95,7 @@ def train(
             scheduler.step()
             if step.committed:
                 outcome.committed.append(step.number)
+                outcome.counted += [n for one in step.shards for n in shards[one.index]]
             moment(step, len(seen), "end")
         outcome.steps, outcome.left = job.steps, job.left
     outcome.weights = {n: t.detach().clone() for n, t in model.state_dict().items()}

@@ -357,7 +357,7 @@ class Job:
             self.steps = max(self.steps, 0)
         else:
             log.info("going on after %d steps", saved.steps)
-            self._load(saved)
+            self._load(saved, of_run=False)
             self._saved = saved.steps
 
     def _hand_over(self, root: int, *, wanted: bool) -> None:
@@ -368,8 +368,8 @@ class Job:
         elif got is not None:
             self._load(got)
 
-    def _load(self, state: JobState) -> None:
-        self._belongings.put(state)
+    def _load(self, state: JobState, *, of_run: bool = True) -> None:
+        self._belongings.put(state, of_run=of_run)
         self.steps = self._checked = state.steps
         _require_same(self._belongings.take(self.steps).digests, state.digests)
 

@@ -80,7 +80,7 @@ class Saves:
         try:
             _write_files(draft, state)
             if final.exists():  # of a run that was here before, and might be damaged
-                shutil.rmtree(final)
+                final.rename(self.folder / f"{_DRAFT}old-{secrets.token_hex(4)}")
             draft.rename(final)
             _make_durable(self.folder)
         except BaseException:

@@ -93,10 +93,13 @@ class Belongings:
         }
         return JobState(steps, pack(rest, tensors, "job"), tensors)
 
-    def put(self, state: JobState) -> None:
-        """Make ``state`` this rank's, with its tensors; what does not fit changes nothing."""
+    def put(self, state: JobState, *, of_run: bool = True) -> None:
+        """Make ``state`` this rank's, with its tensors; what does not fit changes nothing.
+
+        ``of_run``: another rank of this run has it, whose rules must be the same.
+        """
         rest = unpack(state.plain, state.tensors)
-        self._require_fit(state, rest)
+        self._require_fit(state, rest, self.rules if of_run else {})
         with torch.no_grad():
             for name, tensor in self._model().items():
                 tensor.copy_(state.tensors[MODEL + name])
@@ -111,8 +114,10 @@ class Belongings:
         self.loader.load_state_dict(rest["loader"])
         self._set_random(rest["random"])
 
-    def _require_fit(self, state: JobState, rest: Mapping[str, Any]) -> None:
-        for name, value in self.rules.items():
+    def _require_fit(
+        self, state: JobState, rest: Mapping[str, Any], rules: Mapping[str, Any]
+    ) -> None:
+        for name, value in rules.items():
             if rest["rules"].get(name) != value:
                 raise JobStateError(
                     f"{name} is {value!r} here and {rest['rules'].get(name)!r} there"

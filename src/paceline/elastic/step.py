@@ -31,6 +31,12 @@ class JobStep:
         """Whether the means are in ``.grad``. False after the last shard: other ranks have done
         this step, ``.grad`` is zero here, and the next step begins with another rank's state."""
         self.ended = False
+        self._taken: list[Shard] = []
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards that this rank has computed of it; if it was done again, the last time."""
+        return tuple(self._taken)
 
     @property
     def epoch(self) -> int:
@@ -45,7 +51,10 @@ class JobStep:
     def __iter__(self) -> Iterator[tuple[Shard, Any]]:
         job = self._job
         while not self.ended:
-            yield from job.compute(self.batches())
+            self._taken = []
+            for item in job.compute(self.batches()):
+                self._taken.append(item[0])
+                yield item
             job.end(self)
 
     def batches(self) -> Iterator[tuple[Shard, Any]]:
