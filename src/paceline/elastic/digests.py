@@ -24,15 +24,24 @@ def digest(tensor: Tensor) -> int:
     """The digest of a tensor's bits, in the order of its elements; 0 to 2**64 - 1."""
     with torch.no_grad():
         raw = _bytes_of(tensor)
-        whole = raw.numel() // 8 * 8
-        words = raw[:whole].view(torch.int64)
-        odd = _odd_numbers(raw.device)
-        sums = [(block * odd[: block.numel()]).sum() for block in words.split(_BLOCK)]
-        rest = bytes(raw[whole:].tolist())
-        total = len(rest) + 8 * len(words)
-        for found in torch.stack(sums).tolist() if sums else ():
+        count = raw.numel() // 8
+        rest = raw.numel() % 8
+        words = (raw[: 8 * count] if rest else raw).view(torch.int64)
+        total = raw.numel()
+        for found in _sums(words, count):
             total = (total * _PRIME + found) % _MODULUS
-        return (total * _PRIME + int.from_bytes(rest, "little")) % _MODULUS
+        last = int.from_bytes(bytes(raw[8 * count :].tolist()), "little") if rest else 0
+        return (total * _PRIME + last) % _MODULUS
+
+
+def _sums(words: Tensor, count: int) -> list[int]:
+    """The sum of each block of numbers, each times the number of its place."""
+    odd = _odd_numbers(words.device)
+    if words.device.type == "cpu":
+        blocks = words.split(_BLOCK) if count > _BLOCK else (words,)
+        return [int(torch.dot(block, odd[: block.numel()])) for block in blocks]
+    sums = [(block * odd[: block.numel()]).sum() for block in words.split(_BLOCK)]
+    return list(torch.stack(sums).tolist())  # one wait for the device
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:

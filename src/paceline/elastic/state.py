@@ -6,9 +6,6 @@ are between two steps.
 
 from __future__ import annotations
 
-import importlib
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +19,7 @@ from ..data import ShardedLoader
 from ..errors import JobStateError
 from .digests import digests
 from .packing import copied, pack, unpack
+from .randomness import GlobalRandom
 
 MODEL, GRADIENT = "model.", "gradient."
 
@@ -69,7 +67,7 @@ class Belongings:
 
     def __post_init__(self) -> None:
         self._before: dict[str, Any] = {}
-        self._devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
+        self._random = GlobalRandom({param.device for param in self.module.parameters()})
         self._settings: tuple[list[Any], str] = ([], "")
 
     # -- the whole ------------------------------------------------------------------------------
@@ -89,7 +87,7 @@ class Belongings:
             "extra": self._extra(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
-            "random": self._random(),
+            "random": self._where_random(),
         }
         return JobState(steps, pack(rest, tensors, "job"), tensors)
 
@@ -112,7 +110,7 @@ class Belongings:
         for name, one in self.registered.items():
             one.load_state_dict(rest["registered"][name])
         self.loader.load_state_dict(rest["loader"])
-        self._set_random(rest["random"])
+        self._go_on_random(rest["random"])
 
     def _require_fit(
         self, state: JobState, rest: Mapping[str, Any], rules: Mapping[str, Any]
@@ -150,28 +148,12 @@ class Belongings:
         found = self.module.state_dict()
         return {name: value for name, value in found.items() if name.endswith("_extra_state")}
 
-    def _random(self) -> dict[str, Any]:
-        """The process's random numbers, outside of shards."""
-        if not self.draws:
-            return {}
-        found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if "numpy" in sys.modules:
-            kind, key, *more = importlib.import_module("numpy.random").get_state()
-            found["numpy"] = (kind, torch.from_numpy(key.view("int32").copy()), *more)
-        found.update((str(device), torch.cuda.get_rng_state(device)) for device in self._devices)
-        return found
+    def _where_random(self) -> dict[str, Any]:
+        return self._random.state() if self.draws else {}
 
-    def _set_random(self, state: Mapping[str, Any]) -> None:
-        if not state or not self.draws:
-            return
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        if "numpy" in state:
-            kind, key, *more = state["numpy"]
-            numbers = importlib.import_module("numpy.random")
-            numbers.set_state((kind, key.numpy().view("uint32"), *more))
-        for device in self._devices:
-            torch.cuda.set_rng_state(state[str(device)], device)
+    def _go_on_random(self, state: Mapping[str, Any]) -> None:
+        if state and self.draws:
+            self._random.set(state)
 
     # -- to do a step again ---------------------------------------------------------------------
 
@@ -179,7 +161,7 @@ class Belongings:
         """A step begins: what its shards may change can be put back from now on."""
         watched = {n: one for n, one in self.registered.items() if n not in self.unwatched}
         self._before = {
-            "random": self._random(),
+            "random": self._where_random(),
             "registered": {name: copied(one.state_dict()) for name, one in watched.items()},
         }
 
@@ -187,7 +169,7 @@ class Belongings:
         """Make registered objects and random numbers what they were when the step began."""
         for name, state in self._before["registered"].items():
             self.registered[name].load_state_dict(copied(state))
-        self._set_random(self._before["random"])
+        self._go_on_random(self._before["random"])
 
     # -- what all ranks compare -----------------------------------------------------------------
 
