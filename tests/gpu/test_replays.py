@@ -250,7 +250,5 @@ def _leave(meeting: Meeting, machine: Machine) -> str:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_rank_that_dies_ends_the_replay_of_the_others() -> None:
     machine = here()
-    found = spawn_ranks(
-        2, _leave, machine, deadline=90, may_die=[0, 1], env=machine.environment(2)
-    )
+    found = spawn_ranks(2, _leave, machine, deadline=90, may_die=[0, 1], env=machine.environment(2))
     assert found[0] is None or "rank" in found[0], found
