@@ -5,6 +5,7 @@ What CUDA makes of it is seen in ``tests/gpu``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -175,6 +176,23 @@ def test_graphs_end_before_their_group_does(group: Group) -> None:
         group.shutdown()
     engine.shutdown()
     assert ends == [capture.captured] == [1]
+
+
+def test_graphs_end_while_their_group_is_aborted(group: Group) -> None:
+    step = replayed(group)
+    train(step, batches(6))
+    assert step.replays is not None
+    capture, engine, ended = step.replays.capture, group._engine, threading.Event()
+    dropped = capture.ended
+
+    def wait_for_graphs() -> None:  # as NCCL does
+        while capture.ended == dropped:
+            ended.wait(0.01)
+        ended.set()
+
+    with mock.patch.object(engine, "abort", wait_for_graphs):
+        group.abort()
+    assert ended.is_set()
 
 
 def test_graphs_that_were_dropped_are_captured_anew(group: Group) -> None:

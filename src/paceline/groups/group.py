@@ -44,6 +44,9 @@ from .options import GroupOptions
 from .strict import Checks
 from .torch_calls import TorchCalls
 
+_HEARD = 0.5  # seconds for an engine that is aborted to end what runs on its device
+_ABORTED = 10.0  # seconds for the rest of it
+
 
 class Group(TorchCalls):
     """One rank's end of a process group."""
@@ -319,13 +322,23 @@ class Group(TorchCalls):
             with contextlib.suppress(Exception):  # the group ends all the same
                 let_go()
 
+    def _abort_engine(self) -> None:
+        """Abort the engine, which waits for its holders, while those may wait for what it does."""
+        if not self._holders:
+            self._engine.abort()
+            return
+        aborting = threading.Thread(target=self._engine.abort, name="paceline-abort", daemon=True)
+        aborting.start()
+        aborting.join(_HEARD)
+        self._let_go()
+        aborting.join(_ABORTED)
+
     def abort(self) -> None:
         """Free every thread and every rank that waits in this group, at once; it is over then."""
         if self._closed == FORKED:
             return
         self._closed = self._closed or "aborted"
-        self._let_go()
-        self._engine.abort()
+        self._abort_engine()
 
     def shutdown(self) -> None:
         """Finish what was started here, leave the group and give everything back.

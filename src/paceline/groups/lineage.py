@@ -235,8 +235,7 @@ class Lineage(Collectives):
 
     def _close_engine(self, why: str) -> None:
         self._closed = why
-        self._let_go()
-        self._engine.abort()
+        self._abort_engine()
         self._engine.shutdown()
 
     def _adopt(self, engine: Engine, rank: int, members: Sequence[int], store: Store) -> None:
@@ -309,8 +308,8 @@ class Lineage(Collectives):
         """A group of its own around an engine that was opened for it."""
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """Let go of the engine whoever holds on to it."""
+    def _abort_engine(self) -> None:
+        """Abort the engine, and let whoever holds on to it let go of it."""
 
     @abstractmethod
     def _open_board(self) -> None:
