@@ -60,8 +60,10 @@ def test_a_first_start_is_no_restart_even_after_a_loss() -> None:
 
 
 def test_members_that_never_take_part_are_replaced_ever_later_and_not_for_ever() -> None:
-    found = host(1, began=False)
-    waits, now, number = [], 0.0, 0
+    found = host(1)
+    waits, now, number = [], 0.0, 1
+    kill(found, 0)
+    found.start(number)
     while not found.exhausted:
         kill(found, number, now)
         start = now
@@ -73,6 +75,24 @@ def test_members_that_never_take_part_are_replaced_ever_later_and_not_for_ever()
             found.start(number)
     assert waits == [0.1, 0.2, 0.4, 0.0]
     assert found.exhausted == "the last 4 processes ended before they took part"
+
+
+def test_where_nobody_ever_took_part_each_place_is_tried_once() -> None:
+    found = host(3, began=False)
+    for number in range(3):
+        assert not found.exhausted
+        kill(found, number)
+    assert found.exhausted == "the last 3 processes ended before they took part"
+
+
+def test_restarts_that_were_asked_for_are_done_even_so() -> None:
+    found = host(1, restarts=3, began=False)
+    for number in range(3):
+        kill(found, number, 10.0 * number)
+        assert found.due(10.0 * number + 9)
+        found.start(number + 1)
+    kill(found, 3, 100.0)
+    assert found.exhausted == "all 3 of --max-restarts are used"
 
 
 def test_one_that_takes_part_shows_that_the_program_is_well() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..verdict import RankEnding
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # seconds before one is replaced that came to nothing
-_VAIN = 3  # more starts than there are places that came to nothing: it is the program
+_VAIN = 3  # more starts than there are places that came to nothing, though others did not
 _STUCK = 3  # times as many losses as there are places, and no step between them: it is, too
 
 
@@ -22,7 +22,7 @@ class HostSize:
 
     ranks: int
     spares: int = 0
-    max_restarts: int | None = None  # None: as often as it takes
+    max_restarts: int | None = None  # None: as often as it takes, while that gets them on
 
     @property
     def places(self) -> int:
@@ -67,7 +67,9 @@ class Places:
         most = self.size.max_restarts
         if most is not None and self.restarts >= most:
             return f"all {most} of --max-restarts are used" if most else "--max-restarts is 0"
-        if self.vain >= self.size.places + _VAIN:
+        if most is not None:
+            return ""
+        if self.vain >= self.size.places + (_VAIN if self.seen else 0):
             return f"the last {self.vain} processes ended before they took part"
         if self.stuck >= _STUCK * self.size.places + _VAIN:
             return f"{self.stuck} members were lost while no step was committed"
