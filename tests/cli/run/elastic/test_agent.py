@@ -1,62 +1,14 @@
 """``paceline run --elastic`` with real processes; a keeper that lets everybody in at once."""
 
+import errno
 import os
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.run.elastic import launch
-from tests.cli.launches import Ended, paceline
-
-DEADLINE = 20.0  # seconds
-STAND_IN = Path(__file__).with_name("stand_in_keeper.py")
-MEMBER = """
-import os, signal, socket, struct, sys, time
-me = int(os.environ["PACELINE_MEMBER"])
-folder = os.path.dirname(os.path.abspath(__file__))
-def wait_for(*names):
-    while not all(os.path.exists(os.path.join(folder, str(name))) for name in names):
-        time.sleep(0.002)
-def mark(name):
-    open(os.path.join(folder, str(name)), "x").close()
-def keeper(unless=0):
-    while True:
-        with socket.socket(socket.AF_UNIX) as door:
-            if not door.connect_ex(os.environ["PACELINE_MEMBERS"]):
-                credentials = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                if (pid := struct.unpack("3i", credentials)[0]) != unless:
-                    return pid
-        time.sleep(0.002)
-with socket.socket(socket.AF_UNIX) as door:
-    door.connect(os.environ["PACELINE_MEMBERS"])
-    door.send(b"up%d" % me)
-mark(me)
-"""
-
-
-@pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    """Run a script, MEMBER and what is given, as an elastic job."""
-
-    def command(path: str, *options: object) -> list[str]:
-        return [sys.executable, str(STAND_IN), path]
-
-    monkeypatch.setattr(launch, "keeper_command", command)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-    def begin(body: str, *options: object, **env: str) -> Ended:
-        script = tmp_path / "member.py"
-        script.write_text(body if body.startswith("#!") else MEMBER + body)
-        late = threading.Timer(DEADLINE, lambda: [os.kill(os.getpid(), 15) for _ in range(2)])
-        late.start()
-        try:
-            return paceline(capsys, "run", "--elastic", *options, script, **env)
-        finally:
-            late.cancel()
-
-    return begin
+from paceline.cli.run.elastic.agent import MemberStart
+from paceline.cli.run.elastic.process import MemberProcess
+from tests.cli.run.elastic.member import MEMBER
 
 
 def test_members_run_and_their_lines_carry_their_numbers(run) -> None:
@@ -202,6 +154,23 @@ wait_for("tried 2", "tried 3")
     )
     assert ended.code == 0, ended.err
     assert "member 0 is lost: it ended with exit code 7" in ended.err
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(run, monkeypatch) -> None:
+    starts = []
+
+    def start(self, number: int, seat: int) -> MemberProcess:
+        starts.append(number)
+        if number == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(self, number, seat)
+
+    real = MemberStart.start
+    monkeypatch.setattr(MemberStart, "start", start)
+    ended = run("wait_for(0, 2)", "--nproc", 2)
+    assert ended.code == 0, ended.err
+    assert starts == [0, 1, 2]
+    assert "member 1: it could not be started (Too many open files)" in ended.err
 
 
 def test_ranks_that_are_shown_are_those_of_the_roster(run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
@@ -75,7 +74,7 @@ def _agent(
     command = [sys.executable, "-u", *script.command()]
     environment = _environment(script, size, folder, path)
     return ElasticAgent(
-        socket.gethostname(),
+        os.uname().nodename,
         Places(size),
         MemberStart(command, environment, plan.seats),
         AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after),
