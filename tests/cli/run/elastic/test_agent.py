@@ -100,6 +100,7 @@ def test_the_keeper_may_be_killed_and_stopped(run) -> None:
     ended = run(
         """
 if me == 0:
+    wait_for(1)
     first = keeper()
     os.kill(first, signal.SIGKILL)
     second = keeper(unless=first)
