@@ -24,11 +24,14 @@ class Hall:
     def __init__(self, rules: Rules, **state: int):
         self.council = Council(rules, 0.0, **state)
         self.now = 0.0
+        self.turn = 0
 
     def enrol(self, pid: int) -> int:
         return self.council.enrol(Enrol(ProcessId("here", pid)), self.now)
 
-    def meet(self, member: int, steps: int = NOTHING, why: str = "", turn: int = 1) -> None:
+    def meet(self, member: int, steps: int = NOTHING, why: str = "", turn: int = 0) -> None:
+        self.turn += 1
+        turn = turn or self.turn
         self.council.meet(member, Meet(HowFar(steps, why=why), turn), self.now)
 
     def ready(self, member: int, trouble: str = "") -> None:
@@ -293,10 +296,10 @@ def test_a_member_whose_connection_closed_may_come_back() -> None:
 
 def test_one_that_waits_no_longer_hears_for_whom_it_waited() -> None:
     hall = in_use(2)
-    hall.meet(0, 1, "lost", turn=7)
-    hall.council.withdraw(0, Withdraw(7))
+    hall.meet(0, 1, "lost", turn=70)
+    hall.council.withdraw(0, Withdraw(70))
     (word,) = hall.said(Refused, to=0)
-    assert word.turn == 7
+    assert word.turn == 70
     assert "member 1 (process 1 on here)" in word.why
     hall.meet(1, 1)
     assert hall.said(Decided) == []
@@ -441,6 +444,15 @@ def test_a_number_is_never_given_twice_not_even_by_a_new_keeper() -> None:
     old.lose(1)
     hall = replaced(old)
     assert hall.enrol(50) == 2
+
+
+def test_a_member_that_says_twice_that_it_came_is_heard_once() -> None:
+    hall = in_use(1)
+    hall.meet(0, 1, turn=9)
+    assert hall.roster() == (0,)
+    hall.meet(0, 1, turn=9)
+    assert hall.said(Decided) == []
+    assert hall.council.phase is RosterPhase.OPENING
 
 
 def test_a_spare_that_is_asked_to_leave_is_gone_at_once() -> None:

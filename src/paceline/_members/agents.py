@@ -37,13 +37,20 @@ class NoMore(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Dismiss(msgspec.Struct, frozen=True, tag=True):
+    """A member is to leave after its step."""
+
+    member: int
+    why: str
+
+
 class EndJob(msgspec.Struct, frozen=True, tag=True):
     """All members are to end, for the reason given."""
 
     why: str
 
 
-AgentWord = AgentHello | Enlist | Gone | NoMore | EndJob
+AgentWord = AgentHello | Enlist | Gone | NoMore | Dismiss | EndJob
 
 
 class Enlisted(msgspec.Struct, frozen=True, tag=True):

@@ -75,6 +75,7 @@ class Living:
     host: str = ""  # of the agent that started it
     heard: bool = False  # it has said so itself, to this council
     steps: int = NOTHING
+    turn: int = 0  # of the last meeting that it was given a roster for
     gone_at: float = inf  # unless it is heard of
     gone_why: str = ""
 
@@ -243,6 +244,8 @@ class Council:
         if self.ended or member not in self.living:
             self._tell(member, self._no_roster(member))
             return
+        if word.turn <= self.living[member].turn:
+            return  # sent twice, by a member that could not know that it had arrived
         self.living[member].steps = word.how_far.steps
         self._meeting[member] = word
         if member not in self.current.members:
@@ -299,6 +302,10 @@ class Council:
             return f"members that live have not come yet: {_in_words(missing)}"
         return f"{len(self._meeting)} have come, and at least {self.rules.least} are needed"
 
+    def given_up_because(self) -> str:
+        """Say in words why the current roster is given up."""
+        return f"roster {self.current.number} is given up: {_in_words(self._reasons)}"
+
     # How it is done.
 
     def _decide(self, now: float) -> None:
@@ -351,6 +358,7 @@ class Council:
         self._ready, self._reasons = set(), {}
         self._give_up_at = now + self.rules.opening
         for member, word in zip(members, words, strict=True):
+            self.living[member].turn = word.turn
             self._tell(member, Decided(self.current, word.turn))
 
     def _open(self, now: float) -> None:

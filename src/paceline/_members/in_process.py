@@ -5,46 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from ..errors import MembershipError
-from .agents import Enlisted, Fence, Formed, Over
-from .council import AGENTS, Council, Rules
+from .agents import AgentHello, Dismiss, EndJob, Fence, Formed, Over
+from .council import Rules
+from .keys import AskKeys, CancelKeys, KeysAnswer
 from .membership import Membership
 from .roster import RosterChange
-from .words import (
-    Enrol,
-    FromMember,
-    HasCommitted,
-    Leave,
-    Meet,
-    ProcessId,
-    SaysReady,
-    ToMember,
-    Withdraw,
-)
+from .service import HangUp, Incoming, Service
+from .words import Alive, Enrol, FromMember, ProcessId, ToMember
 
-if TYPE_CHECKING:
-    from torch.distributed import HashStore, Store
-
-
-def hear_member(council: Council, member: int, word: FromMember, now: float) -> None:
-    """Tell a council what a member said that is enrolled."""
-    match word:
-        case Meet():
-            council.meet(member, word, now)
-        case SaysReady():
-            council.ready(member, word, now)
-        case HasCommitted():
-            council.progress(member, word)
-        case Leave():
-            council.leave(member, word, now)
-        case Withdraw():
-            council.withdraw(member, word)
-        case Enrol():
-            raise TypeError("a member enrols once")
+AGENT = 0  # the line of whoever holds the council
 
 
 class SharedCouncil:
@@ -59,73 +31,61 @@ class SharedCouncil:
     """
 
     def __init__(self, rules: Rules | None = None):
-        self._council = Council(rules or Rules(), monotonic())
+        self._service = Service(rules or Rules(), monotonic())
         self._lock = threading.Condition()
-        self._members: dict[int, ThreadMember] = {}
-        self._stores: dict[int, HashStore] = {}
+        self._members: dict[int, ThreadMember] = {}  # by their lines
         self._calls: deque[Callable[[], None]] = deque()
         self._open = True
-        self._started = 0
+        self._lines = AGENT
         self.fenced: list[Fence] = []
         self.formed: list[Formed] = []
         self.over: Over | None = None
+        self._service.open(AGENT)
+        self._service.hear(AGENT, AgentHello("threads", ranks=0), monotonic())
         self._thread = threading.Thread(target=self._run, name="paceline-council", daemon=True)
         self._thread.start()
 
     def join(self) -> ThreadMember:
         """Make one more member, as if a process had been started for it."""
         with self._lock:
-            self._started += 1
-            process = ProcessId("threads", self._started)
-            member = ThreadMember(self, process)
-            number = self._council.enrol(Enrol(process), monotonic())
-            self._members[number] = member
-            self._send()
+            self._lines += 1
+            process = ProcessId("threads", self._lines)
+            member = self._members[self._lines] = ThreadMember(self, self._lines, process)
+            self._service.open(member.line)
+            self._hear(member.line, Enrol(process))
         member.enrolled.wait()
         return member
 
     def kill(self, member: int, why: str = "killed by SIGKILL") -> None:
         """Let a member be gone: it is answered no more, and what it says reaches nobody."""
         with self._lock:
-            dead = self._members.pop(member)
-            self._council.lose(member, why, monotonic())
+            dead = next(m for m in self._members.values() if m.me == member)
+            del self._members[dead.line]
+            self._service.lose(member, why, monotonic())
             self._send()
         dead.die(why)
 
     def dismiss(self, member: int, why: str = "SIGTERM") -> None:
         """Ask a member to leave after its step."""
         with self._lock:
-            self._council.dismiss(member, why, monotonic())
-            self._send()
+            self._hear(AGENT, Dismiss(member, why))
 
     def end(self, why: str) -> None:
         """End the job for all members."""
         with self._lock:
-            self._council.end(why)
-            self._send()
+            self._hear(AGENT, EndJob(why))
 
-    def hear(self, who: ThreadMember, word: FromMember) -> None:
+    def hear(self, who: ThreadMember, word: FromMember | AskKeys | CancelKeys) -> None:
         """Take what a member says; nobody hears one that is gone."""
         with self._lock:
-            if self._members.get(who.me) is who:
-                hear_member(self._council, who.me, word, monotonic())
-                self._send()
-
-    def store(self, number: int) -> HashStore:
-        """Give the store of a roster; those of older ones are dropped."""
-        from torch.distributed import HashStore
-
-        with self._lock:
-            for old in [n for n in self._stores if n < self._council.current.number]:
-                del self._stores[old]
-            return self._stores.setdefault(number, HashStore())
+            if who.line in self._members:
+                self._hear(who.line, word)
 
     def forget(self, who: ThreadMember) -> None:
         """A member closed its end without a word: it is gone, unless it has left before."""
         with self._lock:
-            if self._members.get(who.me) is who:
-                del self._members[who.me]
-                self._council.lose(who.me, "it closed its connection", monotonic())
+            if self._members.pop(who.line, None) is not None:
+                self._service.lose(who.me, "it closed its connection", monotonic())
                 self._send()
 
     def call_later(self, call: Callable[[], None]) -> None:
@@ -147,16 +107,23 @@ class SharedCouncil:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _hear(self, line: int, word: Incoming) -> None:
+        self._service.hear(line, word, monotonic())
+        self._send()
+
     def _send(self) -> None:
-        for number, word in self._council.take():
-            if isinstance(word, Fence):
-                self.fenced.append(word)
-            elif isinstance(word, Over):
-                self.over = word
-            elif isinstance(word, Formed):
-                self.formed.append(word)
-            elif number != AGENTS and number in self._members and not isinstance(word, Enlisted):
-                self._calls.append(_telling(self._members[number], word))
+        for line, word in self._service.take():
+            match word:
+                case Fence():
+                    self.fenced.append(word)
+                case Formed():
+                    self.formed.append(word)
+                case Over():
+                    self.over = word
+                case HangUp():
+                    self._members.pop(line, None)
+                case _ if line in self._members:
+                    self._calls.append(_telling(self._members[line], word))  # type: ignore[arg-type]
         self._lock.notify_all()
 
     def _run(self) -> None:
@@ -171,33 +138,29 @@ class SharedCouncil:
                 call()
 
     def _wait(self) -> None:
-        when = self._council.next_time()
-        self._lock.wait(None if when == inf else max(0.0, when - monotonic()))
-        self._council.time(monotonic())
+        self._lock.wait(max(0.0, self._service.next_time() - monotonic()))
+        self._service.time(monotonic())
         self._send()
 
 
-def _telling(member: ThreadMember, word: ToMember) -> Callable[[], None]:
+def _telling(member: ThreadMember, word: ToMember | Alive | KeysAnswer) -> Callable[[], None]:
     return lambda: member.hear(word)
 
 
 class ThreadMember(Membership):
     """A member that shares its process with the council and with the others."""
 
-    def __init__(self, council: SharedCouncil, process: ProcessId):
+    def __init__(self, council: SharedCouncil, line: int, process: ProcessId):
         super().__init__(process)
         self._council = council
+        self.line = line
         self.enrolled = threading.Event()
-
-    def store(self, number: int) -> Store:
-        """Where the members of a roster find what others left for them, and nobody else's."""
-        return self._council.store(number)
 
     def close(self) -> None:
         """Give back what it takes to be heard, without a word."""
         self._council.forget(self)
 
-    def hear(self, word: ToMember) -> None:
+    def hear(self, word: ToMember | Alive | KeysAnswer) -> None:
         """Take a word of the council."""
         self._hear(word)
         self.enrolled.set()
@@ -206,7 +169,7 @@ class ThreadMember(Membership):
         """Answer whoever waits on this member's side that it is gone."""
         self._end(MembershipError(self.me, why))
 
-    def _say(self, word: FromMember) -> None:
+    def _say(self, word: FromMember | AskKeys | CancelKeys) -> None:
         self._council.hear(self, word)
 
     def _call_later(self, heard: Callable[[RosterChange], None], change: RosterChange) -> None:

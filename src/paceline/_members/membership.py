@@ -10,8 +10,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from ..errors import JobEndedError, MeetingTimeoutError, MembershipError
-from .roster import HowFar, Roster, RosterChange
+from .keys import AskKeys, CancelKeys, KeysAnswer
+from .questions import Questions
+from .roster import NOTHING, HowFar, Roster, RosterChange
 from .words import (
+    Alive,
     Changed,
     Decided,
     Enrol,
@@ -35,8 +38,8 @@ if TYPE_CHECKING:
 class Membership(ABC):
     """What every implementation of Members shares: who asked what, and what was answered.
 
-    A subclass carries words to the keeper in :meth:`_say`, calls :meth:`_hear` with what comes
-    back, on a thread of its own, and gives a store for each roster.
+    A subclass carries words to the keeper in :meth:`_say`, and calls :meth:`_hear` with what comes
+    back, on a thread of its own.
     """
 
     def __init__(self, process: ProcessId, member: int | None = None):
@@ -49,17 +52,27 @@ class Membership(ABC):
         self._readiness: SaysReady | None = None
         self._turn = 0
         self._answers: dict[str, Decided | Opened | Refused] = {}
+        self._questions = Questions(self._say)
+        self._stores: dict[int, Store] = {}
+        self._steps = NOTHING
+        self._told_steps = NOTHING
         self._over: MembershipError | None = None
         self._listeners: list[Callable[[RosterChange], None]] = []
         self._pending: deque[RosterChange] = deque(maxlen=16)
 
     @abstractmethod
-    def _say(self, word: FromMember) -> None:
+    def _say(self, word: FromMember | AskKeys | CancelKeys) -> None:
         """Send a word; what is lost on the way is said again when the member enrols again."""
 
-    @abstractmethod
     def store(self, number: int) -> Store:
         """Where the members of a roster find what others left for them, and nobody else's."""
+        from .kept_store import KeptStore
+
+        with self._lock:
+            self._raise_if_over()
+            # C++ holds only its own half of a store: the last few are kept whole here.
+            self._stores = {n: s for n, s in self._stores.items() if n > number - 2}
+            return self._stores.setdefault(number, KeptStore(number, self._questions))
 
     @property
     def me(self) -> int:
@@ -98,12 +111,13 @@ class Membership(ABC):
             self._call_later(heard, change)
 
     def tell(self, steps: int) -> None:
-        """Say how many steps this member has committed."""
-        self._say(HasCommitted(steps))
+        """Say how many steps this member has committed; it is sent along with what comes next."""
+        self._steps = steps
 
     def leave(self, why: str = "", failed: bool = False, finished: bool = False) -> None:
         """Be a member no longer; the others hear ``why``."""
         if self._over is None:
+            self._say_steps()
             self._say(Leave(why, failed, finished))
         self._end(MembershipError(self.me, f"it has left: {why or 'by itself'}"))
         self.close()
@@ -116,7 +130,12 @@ class Membership(ABC):
     def _call_later(self, heard: Callable[[RosterChange], None], change: RosterChange) -> None:
         """Call ``heard`` on the thread that words are heard on."""
 
-    def _hear(self, word: ToMember) -> None:
+    def _say_steps(self) -> None:
+        if self._steps != self._told_steps:
+            self._told_steps = self._steps
+            self._say(HasCommitted(self._steps))
+
+    def _hear(self, word: ToMember | Alive | KeysAnswer) -> None:
         """Take a word of the keeper."""
         match word:
             case Enrolled():
@@ -130,14 +149,17 @@ class Membership(ABC):
                 self._changed(word.change)
             case Refused():
                 self._refused(word)
+            case KeysAnswer():
+                self._questions.hear(word)
 
-    def _enrolment(self) -> list[FromMember]:
+    def _enrolment(self) -> list[FromMember | AskKeys]:
         """What to say to a keeper that does not know this member, or not any more."""
         with self._lock:
             roster = self._roster
             hello = Enrol(self._process, self._me, roster, self._in_use)
+            committed = HasCommitted(self._steps)
             asked = [word for word in (self._meeting, self._readiness) if word is not None]
-            return [hello, *asked]
+            return [hello, committed, *asked, *self._questions.still_open()]
 
     def _decided(self, word: Decided) -> None:
         with self._lock:
@@ -190,6 +212,7 @@ class Membership(ABC):
             if self._over is None:
                 self._over = error
             self._lock.notify_all()
+        self._questions.end(self._over)
 
     def _wake(self) -> None:
         with self._lock:

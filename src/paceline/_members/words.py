@@ -67,6 +67,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     finished: bool = False  # there is nothing left to do
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """It lives; the keeper answers with the same word."""
+
+
 # What the keeper answers.
 
 

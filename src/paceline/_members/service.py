@@ -1,0 +1,313 @@
+"""What a keeper does with words, whoever carries them: it has a council and the keys of a roster.
+
+A *line* is a connection of a member or of an agent, known by a number. Words go in one by one with
+:meth:`Service.hear`, and what is to be sent comes out of :meth:`Service.take`. By then everything
+that must outlive this process is in the journal.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import inf
+
+import msgspec
+
+from .agents import (
+    AgentHello,
+    AgentWord,
+    Dismiss,
+    EndJob,
+    Enlist,
+    Enlisted,
+    Gone,
+    KeeperWord,
+    NoMore,
+)
+from .council import AGENTS, Council, RosterPhase, Rules
+from .journal import COMPACT_AT, Journal, KeysBegin, KeysChanged, KeysRemembered, NoJournal, Numbers
+from .keys import CHANGING, Answered, AskKeys, CancelKeys, Keys, KeysAnswer
+from .words import (
+    Alive,
+    Enrol,
+    FromMember,
+    HasCommitted,
+    Leave,
+    Meet,
+    Refused,
+    SaysReady,
+    ToMember,
+    Withdraw,
+)
+
+REMEMBERED = 256  # answers of each member, for questions that are asked again
+WAITING = 1024  # questions of one member that may wait
+
+
+class HangUp(msgspec.Struct, frozen=True, tag=True):
+    """Not sent: close this line after what was said before."""
+
+    why: str
+
+
+Incoming = FromMember | Alive | AskKeys | CancelKeys | AgentWord
+Outgoing = ToMember | Alive | KeysAnswer | KeeperWord | HangUp
+
+
+@dataclass
+class Line:
+    """Who is at the other end."""
+
+    member: int | None = None
+    agent: str | None = None  # its host
+    waiting: set[int] = field(default_factory=set)  # questions without an answer
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has said who it is."""
+        return self.member is not None or self.agent is not None
+
+
+class Service:
+    """A council and keys, and who hears of what."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        now: float,
+        journal: Journal | NoJournal | None = None,
+        silent_after: float = inf,
+    ):
+        self._journal = journal or NoJournal()
+        self._silent_after = silent_after
+        self._answers: dict[int, OrderedDict[int, KeysAnswer]] = {}
+        self._keys = Keys(0)
+        self._numbers = Numbers()
+        self._replay()
+        self.council = Council(rules, now, self._numbers.next_member, self._numbers.last_roster)
+        self.lines: dict[int, Line] = {}
+        self._member_lines: dict[int, int] = {}
+        self._heard_at: dict[int, float] = {}
+        self._time = now
+        self._out: list[tuple[int, Outgoing]] = []
+
+    # Lines.
+
+    def open(self, line: int) -> None:
+        """Somebody has connected."""
+        self.lines[line] = Line()
+
+    def closed(self, line: int, now: float) -> None:
+        """A connection has closed."""
+        member = self.lines.pop(line).member
+        if member is not None and self._member_lines.get(member) == line:
+            del self._member_lines[member]
+            self._heard_at.pop(member, None)
+            self._keys.forget(member)
+            self.council.disconnected(member, now)
+            self._settle()
+
+    def hear(self, line: int, word: Incoming, now: float) -> None:
+        """Take a word. One that a line has no right to ends it."""
+        who = self.lines[line]
+        if isinstance(word, Enrol):
+            self._enrol(line, word, now)
+        elif isinstance(word, AgentWord):
+            self._hear_agent(line, word, now)
+        elif who.member is None:
+            self._out.append((line, HangUp("its first word has to say who it is")))
+        else:
+            self._hear_member(line, who.member, word, now)
+        self._settle()
+
+    def lose(self, member: int, why: str, now: float) -> None:
+        """A member's process has ended."""
+        self.council.lose(member, why, now)
+        self._settle()
+
+    def time(self, now: float) -> None:
+        """See who is silent, and what was to happen by now."""
+        stopped = now - self._time  # by whoever stopped this process; members could not be heard
+        if stopped > 5.0:
+            self._heard_at = {m: at + stopped for m, at in self._heard_at.items()}
+        self._time = now
+        for member, at in list(self._heard_at.items()):
+            if now - at >= self._silent_after:
+                self.council.silent(member, f"it was not heard of for {now - at:.0f} s", now)
+        self.council.time(now)
+        self._settle()
+
+    def next_time(self) -> float:
+        """Say when :meth:`time` is to be called, at the latest."""
+        silent = min(self._heard_at.values(), default=inf) + self._silent_after
+        return min(self.council.next_time(), max(silent, self._time + 0.5), self._time + 1.0)
+
+    def take(self) -> list[tuple[int, Outgoing]]:
+        """Give what is to be sent, and on which line."""
+        out, self._out = self._out, []
+        return out
+
+    # Words of members.
+
+    def _enrol(self, line: int, word: Enrol, now: float) -> None:
+        why = self.council.refusal(word)
+        if self.lines[line].is_known:
+            why = "it has said already who it is"
+        if why:
+            self._out += [(line, Refused(why)), (line, HangUp(why))]
+            return
+        member = self.council.enrol(word, now)
+        before = self._member_lines.get(member)
+        if before is not None:  # the same process, which has lost that connection
+            self.lines[before].member = None
+            self._out.append((before, HangUp("it has connected again")))
+            self._keys.forget(member)
+        self.lines[line].member = member
+        self._member_lines[member] = line
+        self._heard_at[member] = now
+
+    def _hear_member(
+        self,
+        line: int,
+        member: int,
+        word: FromMember | Alive | AskKeys | CancelKeys,
+        now: float,
+    ) -> None:
+        self._heard_at[member] = now
+        match word:
+            case AskKeys():
+                self._ask(line, member, word)
+            case CancelKeys():
+                self._keys.cancel(member, word.id)
+                self.lines[line].waiting.discard(word.id)
+            case Alive():
+                self.council.heard_again(member)
+                self._out.append((line, word))
+            case _:
+                hear_member(self.council, member, word, now)
+
+    def _ask(self, line: int, member: int, question: AskKeys) -> None:
+        answers = self._answers.get(member)
+        if answers is not None and question.id in answers:
+            self._out.append((line, answers[question.id]))
+            return
+        waiting = self.lines[line].waiting
+        if len(waiting) >= WAITING:
+            answer = KeysAnswer(question.id, error="full", why="too many questions wait")
+            self._out.append((line, answer))
+            return
+        waiting.add(question.id)
+        self._answered(self._keys.ask(member, question))
+
+    def _answered(self, answers: list[Answered]) -> None:
+        for who, question, answer in answers:
+            if question.op in CHANGING and not answer.error:
+                self._write(KeysChanged(who, question))
+                self._remember(who, answer)
+            line = self._member_lines.get(who)
+            if line is not None:
+                self.lines[line].waiting.discard(question.id)
+                self._out.append((line, answer))
+
+    # Words of agents.
+
+    def _hear_agent(self, line: int, word: AgentWord, now: float) -> None:
+        who = self.lines[line]
+        if who.member is not None or (who.agent is None) != isinstance(word, AgentHello):
+            self._out.append((line, HangUp("an agent says who it is, once, and first")))
+            return
+        match word:
+            case AgentHello():
+                who.agent = word.host
+                self.council.agent(word, now)
+            case Enlist():
+                self._out.append((line, Enlisted(self.council.enlist(who.agent or ""))))
+            case Gone():
+                self.council.lose(word.member, word.how, now)
+            case NoMore():
+                self.council.no_more(who.agent or "", word.why, now)
+            case Dismiss():
+                self.council.dismiss(word.member, word.why, now)
+            case EndJob():
+                self.council.end(word.why)
+
+    # What follows from it.
+
+    def _settle(self) -> None:
+        """Write what must outlive this process; then let words go out."""
+        council = self.council
+        numbers = Numbers(council.next_member, council.last_roster)
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._journal.note(numbers)
+        if council.current.number > self._keys.roster:
+            self._answered(self._keys.close("another roster was decided"))
+            self._begin_keys(council.current.number)
+        given_up = council.phase is RosterPhase.GIVEN_UP and not self._keys.over
+        if given_up and 0 < council.current.number == self._keys.roster:
+            self._answered(self._keys.close(council.given_up_because()))
+        for whom, word in council.take():
+            if whom == AGENTS:
+                self._out += [(n, word) for n, line in self.lines.items() if line.agent is not None]
+            elif whom in self._member_lines:
+                self._out.append((self._member_lines[whom], word))
+        self._hang_up_on_the_gone()
+
+    def _hang_up_on_the_gone(self) -> None:
+        for member in [m for m in self._member_lines if m in self.council.gone]:
+            line = self._member_lines.pop(member)
+            self._heard_at.pop(member, None)
+            self._answers.pop(member, None)
+            self._keys.forget(member)
+            gone = Refused(self.council.gone[member])
+            self._out += [(line, gone), (line, HangUp("it is no member any more"))]
+
+    def _begin_keys(self, roster: int) -> None:
+        self._keys = Keys(roster)
+        self._answers.clear()
+        self._journal.rewrite([self._numbers, KeysBegin(roster)])
+
+    def _write(self, record: KeysChanged) -> None:
+        self._journal.note(record)
+        if self._journal.size > COMPACT_AT:
+            keys = [KeysChanged(AGENTS, q) for q in self._keys.as_questions()]
+            given = [KeysRemembered(m, a) for m, all in self._answers.items() for a in all.values()]
+            self._journal.rewrite([self._numbers, KeysBegin(self._keys.roster), *keys, *given])
+
+    def _remember(self, member: int, answer: KeysAnswer) -> None:
+        answers = self._answers.setdefault(member, OrderedDict())
+        answers[answer.id] = answer
+        if len(answers) > REMEMBERED:
+            answers.popitem(last=False)
+
+    def _replay(self) -> None:
+        """Be what the keeper before this one was when it was killed."""
+        for record in self._journal.records:
+            match record:
+                case Numbers():
+                    self._numbers = record
+                case KeysBegin():
+                    self._keys = Keys(record.roster)
+                    self._answers.clear()
+                case KeysChanged():
+                    for who, _, answer in self._keys.ask(record.member, record.question):
+                        self._remember(who, answer)
+                case KeysRemembered():
+                    self._remember(record.member, record.answer)
+
+
+def hear_member(council: Council, member: int, word: FromMember, now: float) -> None:
+    """Tell a council what a member said that is enrolled."""
+    match word:
+        case Meet():
+            council.meet(member, word, now)
+        case SaysReady():
+            council.ready(member, word, now)
+        case HasCommitted():
+            council.progress(member, word)
+        case Leave():
+            council.leave(member, word, now)
+        case Withdraw():
+            council.withdraw(member, word)
+        case Enrol():
+            raise TypeError("a member enrols once")
