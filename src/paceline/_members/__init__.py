@@ -2,13 +2,15 @@
 
 ``roster.py`` says what a rank of such a job sees of the others, and nothing about how they are
 reached. ``council.py`` decides who trains together. ``in_process.py`` is for ranks that are
-threads. ``agents.py`` has what launchers and the process that keeps the roster tell each other.
-Importing any of it does not import torch.
+threads. ``keeper.py`` is the process that holds a council for others (``python -m
+paceline._members``), ``client.py`` how a rank reaches it, ``agents.py`` what launchers and it tell
+each other. Importing any of it does not import torch.
 """
 
 from .agents import (
     AgentHello,
     AgentWord,
+    Dismiss,
     EndJob,
     Enlist,
     Enlisted,
@@ -19,6 +21,7 @@ from .agents import (
     NoMore,
     Over,
 )
+from .client import connect
 from .council import Council, Rules
 from .in_process import SharedCouncil, ThreadMember
 from .roster import NOTHING, HowFar, Members, Roster, RosterChange
@@ -28,6 +31,7 @@ __all__ = [
     "AgentHello",
     "AgentWord",
     "Council",
+    "Dismiss",
     "EndJob",
     "Enlist",
     "Enlisted",
@@ -44,4 +48,5 @@ __all__ = [
     "Rules",
     "SharedCouncil",
     "ThreadMember",
+    "connect",
 ]

@@ -128,6 +128,7 @@ class Council:
         for member, living in list(self.living.items()):
             if word.host == (living.host or living.process.host) and member not in word.members:
                 self.lose(member, "its agent does not have it any more", now)
+        self._announce_newcomers()
         self._decide(now)
 
     def enlist(self, host: str) -> int:
@@ -496,7 +497,8 @@ class Council:
         return Refused(self.gone.get(member, "it is no member"))
 
     def _end_change(self) -> Changed:
-        return Changed(RosterChange("end", roster=self.current.number, why=self.ended))
+        number, well = self.current.number, self.ended_well
+        return Changed(RosterChange("end", roster=number, why=self.ended, well=well))
 
     def _tell(self, member: int, word: ToMember) -> None:
         self._out.append((member, word))

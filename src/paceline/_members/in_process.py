@@ -12,7 +12,6 @@ from .agents import AgentHello, Dismiss, EndJob, Fence, Formed, Over
 from .council import Rules
 from .keys import AskKeys, CancelKeys, KeysAnswer
 from .membership import Membership
-from .roster import RosterChange
 from .service import HangUp, Incoming, Service
 from .words import Alive, Enrol, FromMember, ProcessId, ToMember
 
@@ -87,12 +86,6 @@ class SharedCouncil:
             if self._members.pop(who.line, None) is not None:
                 self._service.lose(who.me, "it closed its connection", monotonic())
                 self._send()
-
-    def call_later(self, call: Callable[[], None]) -> None:
-        """Call something on the thread that members hear on."""
-        with self._lock:
-            self._calls.append(call)
-            self._lock.notify_all()
 
     def close(self) -> None:
         """End the thread."""
@@ -171,6 +164,3 @@ class ThreadMember(Membership):
 
     def _say(self, word: FromMember | AskKeys | CancelKeys) -> None:
         self._council.hear(self, word)
-
-    def _call_later(self, heard: Callable[[RosterChange], None], change: RosterChange) -> None:
-        self._council.call_later(lambda: heard(change))

@@ -20,7 +20,7 @@ from .keys import AskKeys, KeysAnswer
 COMPACT_AT = 1 << 24  # bytes of a journal
 
 
-class Numbers(msgspec.Struct, frozen=True, tag=True):
+class GivenNumbers(msgspec.Struct, frozen=True, tag=True):
     """The next member's number and that of the last roster."""
 
     next_member: int = 0
@@ -47,7 +47,7 @@ class KeysRemembered(msgspec.Struct, frozen=True, tag=True):
     answer: KeysAnswer
 
 
-Record = Numbers | KeysBegin | KeysChanged | KeysRemembered
+Record = GivenNumbers | KeysBegin | KeysChanged | KeysRemembered
 
 
 class Journal:

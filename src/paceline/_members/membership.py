@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import JobEndedError, MeetingTimeoutError, MembershipError
 from .keys import AskKeys, CancelKeys, KeysAnswer
+from .listening import Listening
 from .questions import Questions
 from .roster import NOTHING, HowFar, Roster, RosterChange
 from .words import (
@@ -57,7 +58,7 @@ class Membership(ABC):
         self._steps = NOTHING
         self._told_steps = NOTHING
         self._over: MembershipError | None = None
-        self._listeners: list[Callable[[RosterChange], None]] = []
+        self._listening = Listening()
         self._pending: deque[RosterChange] = deque(maxlen=16)
 
     @abstractmethod
@@ -76,7 +77,7 @@ class Membership(ABC):
 
     @property
     def me(self) -> int:
-        """This member's number."""
+        """This member's number; -1 before it has one."""
         return -1 if self._me is None else self._me
 
     def meet(self, how_far: HowFar, timeout: float) -> Roster:
@@ -105,10 +106,7 @@ class Membership(ABC):
     def listen(self, heard: Callable[[RosterChange], None]) -> None:
         """Call ``heard``, on another thread, with every change, also with one that is pending."""
         with self._lock:
-            pending = [change for change in self._pending if self._is_current(change)]
-            self._listeners.append(heard)
-        for change in pending:
-            self._call_later(heard, change)
+            self._listening.add(heard, list(filter(self._is_current, self._pending)))
 
     def tell(self, steps: int) -> None:
         """Say how many steps this member has committed; it is sent along with what comes next."""
@@ -125,10 +123,6 @@ class Membership(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what it takes to be heard, without a word."""
-
-    @abstractmethod
-    def _call_later(self, heard: Callable[[RosterChange], None], change: RosterChange) -> None:
-        """Call ``heard`` on the thread that words are heard on."""
 
     def _say_steps(self) -> None:
         if self._steps != self._told_steps:
@@ -185,12 +179,10 @@ class Membership(ABC):
             if not self._is_current(change):
                 return
             self._pending.append(change)
-            listeners = list(self._listeners)
+            self._listening.tell(change)
             if change.kind == "end":
-                self._over = JobEndedError(self.me, change.why)
+                self._over = JobEndedError(self.me, change.why, change.well)
             self._lock.notify_all()
-        for heard in listeners:
-            heard(change)
 
     def _refused(self, word: Refused) -> None:
         if not word.turn:
@@ -213,6 +205,13 @@ class Membership(ABC):
                 self._over = error
             self._lock.notify_all()
         self._questions.end(self._over)
+        self._listening.end()
+
+    def _become_nobody(self, error: MembershipError) -> None:
+        """In a forked child: own nothing, and let no lock that was held matter."""
+        self._lock = threading.Condition()
+        self._over = error
+        self._questions.become_nobody(error)
 
     def _wake(self) -> None:
         with self._lock:

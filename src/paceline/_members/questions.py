@@ -60,6 +60,11 @@ class Questions:
         with self._lock:
             return [question for question, _ in self._open.values()]
 
+    def become_nobody(self, error: MembershipError) -> None:
+        """In a forked child: nobody is asked, and nobody waits."""
+        self._lock, self._over = threading.Lock(), error
+        self._open.clear()
+
     def end(self, error: MembershipError) -> None:
         """Let all who wait go, with this error."""
         with self._lock:

@@ -65,6 +65,7 @@ class RosterChange(msgspec.Struct, frozen=True):
     member is to leave after the step. ``end``: the job is over."""
     roster: int = 0  # the number of the roster that it is about
     why: str = ""  # in words, for ``leave`` and ``end``
+    well: bool = False  # ``end``: there is nothing left to do
 
 
 class Members(Protocol):

@@ -25,7 +25,15 @@ from .agents import (
     NoMore,
 )
 from .council import AGENTS, Council, RosterPhase, Rules
-from .journal import COMPACT_AT, Journal, KeysBegin, KeysChanged, KeysRemembered, NoJournal, Numbers
+from .journal import (
+    COMPACT_AT,
+    GivenNumbers,
+    Journal,
+    KeysBegin,
+    KeysChanged,
+    KeysRemembered,
+    NoJournal,
+)
 from .keys import CHANGING, Answered, AskKeys, CancelKeys, Keys, KeysAnswer
 from .words import (
     Alive,
@@ -55,10 +63,12 @@ Outgoing = ToMember | Alive | KeysAnswer | KeeperWord | HangUp
 
 
 @dataclass
-class Line:
+class KeeperLine:
     """Who is at the other end."""
 
+    pid: int = 0  # of the process that connected, which may only carry what another one says
     member: int | None = None
+    is_own: bool = False  # the process that connected is the member's
     agent: str | None = None  # its host
     waiting: set[int] = field(default_factory=set)  # questions without an answer
 
@@ -82,10 +92,10 @@ class Service:
         self._silent_after = silent_after
         self._answers: dict[int, OrderedDict[int, KeysAnswer]] = {}
         self._keys = Keys(0)
-        self._numbers = Numbers()
+        self._numbers = GivenNumbers()
         self._replay()
         self.council = Council(rules, now, self._numbers.next_member, self._numbers.last_roster)
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, KeeperLine] = {}
         self._member_lines: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
         self._time = now
@@ -93,9 +103,9 @@ class Service:
 
     # Lines.
 
-    def open(self, line: int) -> None:
-        """Somebody has connected."""
-        self.lines[line] = Line()
+    def open(self, line: int, pid: int = 0) -> None:
+        """Somebody has connected; ``pid`` is the process if the kernel says so."""
+        self.lines[line] = KeeperLine(pid)
 
     def closed(self, line: int, now: float) -> None:
         """A connection has closed."""
@@ -150,21 +160,28 @@ class Service:
     # Words of members.
 
     def _enrol(self, line: int, word: Enrol, now: float) -> None:
-        why = self.council.refusal(word)
-        if self.lines[line].is_known:
-            why = "it has said already who it is"
+        is_own = self.lines[line].pid == word.process.pid
+        why = self._refusal(line, word, is_own)
         if why:
             self._out += [(line, Refused(why)), (line, HangUp(why))]
             return
         member = self.council.enrol(word, now)
         before = self._member_lines.get(member)
         if before is not None:  # the same process, which has lost that connection
-            self.lines[before].member = None
+            self.lines[before] = KeeperLine()
             self._out.append((before, HangUp("it has connected again")))
             self._keys.forget(member)
-        self.lines[line].member = member
+        self.lines[line].member, self.lines[line].is_own = member, is_own
         self._member_lines[member] = line
         self._heard_at[member] = now
+
+    def _refusal(self, line: int, word: Enrol, is_own: bool) -> str:
+        if self.lines[line].is_known:
+            return "it has said already who it is"
+        before = None if word.member is None else self._member_lines.get(word.member)
+        if before is not None and self.lines[before].is_own and not is_own:
+            return f"member {word.member} is connected, from a process of its own"
+        return self.council.refusal(word)
 
     def _hear_member(
         self,
@@ -236,7 +253,7 @@ class Service:
     def _settle(self) -> None:
         """Write what must outlive this process; then let words go out."""
         council = self.council
-        numbers = Numbers(council.next_member, council.last_roster)
+        numbers = GivenNumbers(council.next_member, council.last_roster)
         if numbers != self._numbers:
             self._numbers = numbers
             self._journal.note(numbers)
@@ -284,7 +301,7 @@ class Service:
         """Be what the keeper before this one was when it was killed."""
         for record in self._journal.records:
             match record:
-                case Numbers():
+                case GivenNumbers():
                     self._numbers = record
                 case KeysBegin():
                     self._keys = Keys(record.roster)

@@ -83,6 +83,7 @@
     │   ├── JobEndedError          …since the job is over for all
     │   ├── MeetingTimeoutError    …others did not come to decide who goes on   (TimeoutError)
     │   └── KeeperLostError        …it does not reach who keeps the list        (ConnectionError)
+    ├── KeeperTakenError           a second keeper where there is one           (RuntimeError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
     │   └── PortTakenError         …where their port is taken
@@ -141,7 +142,14 @@ from .ddp import (
     UnweighableError,
     WrapperMismatchError,
 )
-from .elastic import JobEndedError, KeeperLostError, MeetingTimeoutError, MembershipError
+from .doors import KeyFileError, StrangerError
+from .elastic import (
+    JobEndedError,
+    KeeperLostError,
+    KeeperTakenError,
+    MeetingTimeoutError,
+    MembershipError,
+)
 from .groups import (
     BackendTakenError,
     CodecError,
@@ -239,6 +247,8 @@ __all__ = [
     "JobStateError",
     "JoinArgumentError",
     "KeeperLostError",
+    "KeeperTakenError",
+    "KeyFileError",
     "LateGradientError",
     "LaunchCountError",
     "LaunchError",

@@ -59,3 +59,17 @@ class KeeperLostError(MembershipError, ConnectionError):
             "reach one go on without this process; it must not, since nobody would know. "
             "See whether the launcher (paceline run) still lives on this host."
         )
+
+
+@dataclass(eq=False)
+class KeeperTakenError(PacelineError, RuntimeError):
+    """Another keeper is at work where one was to be started."""
+
+    path: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"another keeper held {self.path} for {self.seconds:g} s, and two would decide "
+            "differently. Members go on with that one; end it first if it is not to be used."
+        )
