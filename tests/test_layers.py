@@ -29,7 +29,7 @@ PUBLIC = frozenset(
 LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "__main__": frozenset({"cli"}),
-        "cli": PUBLIC | {ROOT, "_members"},  # of _members: what agents say to the keeper
+        "cli": PUBLIC | {ROOT, "_doors", "_members"},  # of _members: what agents say to the keeper
         ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
@@ -47,11 +47,12 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "metrics": frozenset({"groups", "policies"}),
         "testing": frozenset({"_transport", "groups", "recorder"}),
         "groups": frozenset({"_transport"}),
-        "_members": frozenset(),
+        "_members": frozenset({"_doors"}),
+        "_doors": frozenset(),
         "_transport": frozenset(),
         "policies": frozenset(),
         # Not groups: whoever writes an event runs recorder/__init__.py first.
-        "recorder": frozenset(),
+        "recorder": frozenset({"_doors"}),
         "recorder.events": frozenset(),
         "_torch": frozenset({"errors"}),  # versions.py: a torch that is too old
         "errors": frozenset(),

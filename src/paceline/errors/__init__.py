@@ -86,7 +86,9 @@
     ├── KeeperTakenError           a second keeper where there is one           (RuntimeError)
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
-    │   └── PortTakenError         …where their port is taken
+    │   ├── PortTakenError         …where their port is taken
+    │   └── KeyFileError           …where the key file of the job is no good
+    ├── StrangerError              who answered is no part of the job           (ConnectionError)
     ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
     ├── JobArgumentError           an elastic job of things that cannot be      (ValueError)
     ├── JobStateError              …whose state does not fit this rank          (RuntimeError)
@@ -302,6 +304,7 @@ __all__ = [
     "ShareError",
     "StateCopyError",
     "StepMismatchError",
+    "StrangerError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",
