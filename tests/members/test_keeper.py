@@ -131,6 +131,7 @@ def test_a_number_is_not_given_again_by_the_next_keeper() -> None:
 
 def test_without_a_keeper_a_member_ends_within_its_deadline() -> None:
     with KeeperAt("--first", "2") as keeper:
+        keeper.join()  # so it listens
         member = keeper.join(within=0.5)
         keeper.kill()
         begun = time.monotonic()
