@@ -4,11 +4,13 @@ It makes the backend ``paceline`` known to ``torch.distributed``, so that a scri
 paceline to ask for it. It lies beside the package and not in it: every process that imports torch
 runs it, and to import anything from the package is to import all of it. That happens here only
 where ``PACELINE_DROP_IN`` is set: in processes that a rank of ``paceline run --drop-in`` starts, as
-``torch.multiprocessing.spawn`` does, or under another launcher.
+``torch.multiprocessing.spawn`` does, or under another launcher. A rank of ``paceline run`` on one
+machine also learns here where its store is (``_paceline_store.py``).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -18,9 +20,11 @@ from typing import Any
 
 def load() -> None:
     """Register the backend; whatever goes wrong, ``import torch`` goes on."""
-    if "paceline" in sys.modules:  # which is importing torch, and registers the backend itself
-        return
     try:
+        if place := os.environ.get("PACELINE_STORE", ""):
+            _meet_in(place, os.environ.get("PACELINE_MASTER", ""))
+        if "paceline" in sys.modules:  # which is importing torch, and registers the backend itself
+            return
         _register()
         if mode := os.environ.get("PACELINE_DROP_IN", ""):
             import paceline
@@ -34,6 +38,37 @@ def load() -> None:
             "Without the variable PACELINE_DROP_IN it is not tried.",
             stacklevel=2,
         )
+
+
+def _meet_in(place: str, address: str) -> None:
+    """Let a rank of ``paceline run`` on one machine find its store, which has no port.
+
+    ``env://`` and ``tcp://`` find it where they are told ``address``. Those with another, such as
+    that of ranks which a script starts itself, stay torch's.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    torchs = rendezvous._create_c10d_store
+
+    def create(
+        hostname: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *more: Any,
+        **too: Any,
+    ) -> Any:
+        if f"{hostname}:{port}" != address:
+            return torchs(hostname, port, rank, world_size, timeout, *more, **too)
+        from _paceline_store import store_at
+
+        return store_at(place, timeout)
+
+    rendezvous._create_c10d_store = create
 
 
 def _register() -> None:

@@ -4,7 +4,8 @@
 reached. ``council.py`` decides who trains together. ``in_process.py`` is for ranks that are
 threads. ``keeper.py`` is the process that holds a council for others (``python -m
 paceline._members``), ``client.py`` how a rank reaches it, ``agents.py`` what launchers and it tell
-each other. Importing any of it does not import torch.
+each other. ``store_host.py`` answers the ranks of a run that stay the same. Importing any of it
+does not import torch.
 """
 
 from .agents import (
@@ -25,6 +26,7 @@ from .client import connect
 from .council import Council, Rules
 from .in_process import SharedCouncil, ThreadMember
 from .roster import NOTHING, HowFar, Members, Roster, RosterChange
+from .store_host import StoreHost
 
 __all__ = [
     "NOTHING",
@@ -47,6 +49,7 @@ __all__ = [
     "RosterChange",
     "Rules",
     "SharedCouncil",
+    "StoreHost",
     "ThreadMember",
     "connect",
 ]

@@ -137,6 +137,11 @@ def _hush() -> None:
 
 def _meeting(plan: Launch) -> RendezvousHandler:
     """Where the machines meet; where their number may change, that is torch's own."""
+    if plan.max_nodes == 1 and not plan.port:
+        from .one_machine import LocalMeeting, ranks_find_sockets
+
+        if ranks_find_sockets():
+            return LocalMeeting(plan)
     if not plan.elastic:
         from .meeting import MachineMeeting
 

@@ -227,9 +227,19 @@ def _print_if_first(
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        return _about_the_port(str(error))
     except Exception:  # of an error whose own __str__ fails
         return ""
+
+
+def _about_the_port(message: str) -> str:
+    """Say what to do where a script has looked for a store at a port that nobody listens on."""
+    port = os.environ.get("PACELINE_MASTER", "").rpartition(":")[2]
+    if "PACELINE_STORE" not in os.environ or not port or f"{port})" not in message:
+        return message
+    hint = "(no store listens on MASTER_PORT; paceline run --master-port PORT opens one there)"
+    first, newline, rest = message.partition("\n")
+    return f"{hint} {first}{newline}{rest}"
 
 
 def cause_in_worker(kind: str, message: str) -> tuple[str, str]:
