@@ -29,7 +29,7 @@ class StoreHost:
         self._listener = bind_private(path)
         self._listener.setblocking(False)
         self._keys = Keys(0)
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _RankLine] = {}
         self._numbers = count(1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="paceline-store", daemon=True)
@@ -51,7 +51,7 @@ class StoreHost:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serving = self._loop.create_unix_server(lambda: _Line(self), sock=self._listener)
+        serving = self._loop.create_unix_server(lambda: _RankLine(self), sock=self._listener)
         server = self._loop.run_until_complete(serving)
         try:
             self._loop.run_forever()
@@ -71,16 +71,16 @@ class StoreHost:
         """Give a number that no other connection ever has."""
         return next(self._numbers)
 
-    def came(self, line: _Line) -> None:
+    def came(self, line: _RankLine) -> None:
         """Note a connection."""
         self._lines[line.number] = line
 
-    def gone(self, line: _Line) -> None:
+    def gone(self, line: _RankLine) -> None:
         """Forget a connection, and what it waits for."""
         self._lines.pop(line.number, None)
         self._keys.forget(line.number)
 
-    def ask(self, line: _Line, question: AskKeys) -> None:
+    def ask(self, line: _RankLine, question: AskKeys) -> None:
         """Answer a question, and those that waited for what it changes."""
         self._send(self._keys.ask(line.number, question))
 
@@ -90,7 +90,7 @@ class StoreHost:
                 self._lines[who].send(pack(answer))
 
 
-class _Line(asyncio.Protocol):
+class _RankLine(asyncio.Protocol):
     """A connection of a rank."""
 
     def __init__(self, host: StoreHost) -> None:

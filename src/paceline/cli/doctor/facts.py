@@ -48,6 +48,7 @@ BETWEEN_US = (
     "PACELINE_MEMBER",
     "PACELINE_MEMBERS",
     "PACELINE_NOTES",
+    "PACELINE_STORE",
 )  # that our own processes tell each other
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "SLURM": ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
