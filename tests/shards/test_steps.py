@@ -432,13 +432,3 @@ def test_averages_are_told_to_whoever_waits_for_them() -> None:
         return seen
 
     assert run_ranks(2, one_rank) == [[[1.0, 1.0]]] * 2
-
-
-def test_train_step_says_that_it_takes_no_shards() -> None:
-    def one_rank(group: Group) -> None:
-        ddp = linear(group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        with pytest.raises(ModuleArgumentError, match="shards"):
-            paceline.compiled.train_step(ddp, optimizer, lambda model, x: model(x).sum())
-
-    run_ranks(1, one_rank)

@@ -34,6 +34,7 @@ from .module_hooks import keep_hooks
 from .program import Loss
 from .replay import Replays
 from .settings import Settings
+from .shard_step import ShardStep
 from .turns import Turns
 from .wire import wire_of
 
@@ -42,7 +43,7 @@ log = logging.getLogger("paceline.compiled")
 
 def train_step(
     ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, **options: Any
-) -> Step:
+) -> Step | ShardStep:
     """A function of a batch that trains one step and returns this rank's loss::
 
         step = paceline.compiled.train_step(ddp, optimizer, lambda model, x, y: f(model(x), y))
@@ -52,7 +53,9 @@ def train_step(
     Every rank calls it, and all make their first step together: ranks compile in turns. ``loss_fn``
     gets the wrapped module and the batch. A step is what ``zero_grad``, forward, ``backward`` and
     ``optimizer.step`` do together; parameters, buffers and the optimizer's state are changed where
-    they are, so eager steps may come in between. ``options`` are the fields of :class:`Settings`.
+    they are, so eager steps may come in between. For a model that is wrapped with ``shards``, it is
+    a function of a step of a ``ShardedLoader`` instead (:class:`ShardStep`). ``options`` are the
+    fields of :class:`Settings`.
     """
     if not issubclass(type(ddp), DistributedDataParallel):  # torch's may pass for one by isinstance
         raise ModuleTypeError(
@@ -60,11 +63,7 @@ def train_step(
             f"{type(ddp).__name__}."
         )
     if ddp.shards is not None:
-        raise ModuleArgumentError(
-            f"train_step: the model is wrapped with shards={ddp.shards}, and a compiled step has "
-            "none. Every rank refuses it.",
-            "Write the step out; torch.compile the module before it is wrapped, if you like.",
-        )
+        return ShardStep(ddp, optimizer, loss_fn, Settings(**options))
     return Step(ddp, optimizer, loss_fn, Settings(**options))
 
 

@@ -54,20 +54,20 @@ class Turns:
         if self._open and not self._leads:
             self._group.barrier(self._timeout)
         if self._open:
-            _say(self._group.board, "compiles its first step")
+            say_doing(self._group.board, "compiles its first step")
 
     def after(self) -> None:
         """This rank has compiled: wait for all others, unless it has done so already."""
         if not self._open:
             return
         self._open = False
-        _say(self._group.board, "")
+        say_doing(self._group.board, "")
         if self._leads:
             self._group.barrier(self._timeout)
         self._group.barrier(self._timeout)
 
 
-def _say(board: events.Board | None, doing: str) -> None:
+def say_doing(board: events.Board | None, doing: str) -> None:
     """Let ranks that wait for this one know why."""
     if board is not None:
         board.doing = doing
@@ -132,25 +132,25 @@ class WrapperTurns:
             return  # there is one process, or nothing is kept
         compilation = dynamo.this_compilation()
         self._compilations[compilation] = group.board
-        _say(group.board, _COMPILES)
+        say_doing(group.board, _COMPILES)
         dynamo.hear_of_compilations(self._begins, self._ends)
         self._take()
         _be_patient(ddp, group, self._timeout)
 
     def _begins(self, compilation: str) -> None:
         if compilation in self._compilations:  # the backward pass of one
-            _say(self._compilations[compilation], _COMPILES)
+            say_doing(self._compilations[compilation], _COMPILES)
             self._take()
 
     def _ends(self, compilation: str) -> None:
         if compilation in self._compilations:
-            _say(self._compilations[compilation], "")
+            say_doing(self._compilations[compilation], "")
         if self._turn is not None:
             self._turn.give_back()
 
     def _take(self) -> None:
         if self._turn is None:
-            self._turn = HostTurn(_place(), self._timeout)
+            self._turn = HostTurn(job_place(), self._timeout)
         self._turn.take()
 
 
@@ -169,7 +169,7 @@ def _be_patient(ddp: DistributedDataParallel, group: Group, timeout: timedelta) 
     handle = reducer.observers.on_end(be_as_usual)
 
 
-def _place() -> Path:
+def job_place() -> Path:
     """The file that the ranks of this job have in common; it stays, and is empty."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     job = [os.environ.get(name, "") for name in names]

@@ -23,6 +23,8 @@ class JobStep:
     shards that this rank computes now. So a body sees more shards, and nothing else.
     """
 
+    ends_itself = True  # unlike a loader's step, which a wrapper has to end
+
     def __init__(self, job: Job, sharded: ShardedStep, number: int) -> None:
         self._job, self._sharded = job, sharded
         self.number = number
