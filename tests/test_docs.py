@@ -126,7 +126,10 @@ def run_blocks(meeting: Meeting, blocks: list[Block], before: Block) -> None:
             close(names)
             meet_afresh(meeting, number)
             torch.manual_seed(meeting.rank)
-            names = {"__name__": "__docs__"}
+            page = sys.modules["__docs__"] = types.ModuleType(
+                "__docs__"
+            )  # for the compiler to find
+            names = vars(page)
             before.run(names)
         if block.note != "prelude":
             block.run(names)
