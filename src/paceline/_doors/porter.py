@@ -220,5 +220,8 @@ class Porter:
                 if self._loop.time() > until:
                     raise
                 await asyncio.sleep(PAUSE)
-        stay_in_touch(writer.get_extra_info("socket"))
+        connection = writer.get_extra_info("socket")
+        if connection is None:  # the service was not there yet
+            raise ConnectionResetError("it hung up")
+        stay_in_touch(connection)
         return reader, writer

@@ -27,11 +27,13 @@ from .council import Council, Rules
 from .in_process import SharedCouncil, ThreadMember
 from .roster import NOTHING, HowFar, Members, Roster, RosterChange
 from .store_host import StoreHost
+from .words import Alive
 
 __all__ = [
     "NOTHING",
     "AgentHello",
     "AgentWord",
+    "Alive",
     "Council",
     "Dismiss",
     "EndJob",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .words import Alive
+
 
 class AgentHello(msgspec.Struct, frozen=True, tag=True):
     """The first word of each connection: the keeper may be another one than before."""
@@ -50,7 +52,7 @@ class EndJob(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-AgentWord = AgentHello | Enlist | Gone | NoMore | Dismiss | EndJob
+AgentWord = AgentHello | Enlist | Gone | NoMore | Dismiss | EndJob  # …and Alive, which comes back
 
 
 class Enlisted(msgspec.Struct, frozen=True, tag=True):
@@ -84,4 +86,4 @@ class Over(msgspec.Struct, frozen=True, tag=True):
     failed: bool
 
 
-KeeperWord = Enlisted | Formed | Fence | Over
+KeeperWord = Enlisted | Formed | Fence | Over | Alive

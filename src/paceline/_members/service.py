@@ -124,6 +124,8 @@ class Service:
             self._enrol(line, word, now)
         elif isinstance(word, AgentWord):
             self._hear_agent(line, word, now)
+        elif isinstance(word, Alive) and who.agent is not None:
+            self._out.append((line, word))
         elif who.member is None:
             self._out.append((line, HangUp("its first word has to say who it is")))
         else:

@@ -96,6 +96,9 @@ _RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "Where they meet: an address of
 _MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
 _MASTER_PORT = _option(_MACHINES, "PORT", "By default one that is free.")
 _RDZV_ID = _option(_MACHINES, "ID", "The run's name, for MIN:MAX.")
+_KEY = _option(
+    _MACHINES, "FILE", "The key of an elastic job on several machines; each has a copy of the file."
+)
 _RAY = _option(
     _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
 )
@@ -128,6 +131,7 @@ def run(
     master_addr: Annotated[str | None, _MASTER_ADDR] = None,
     master_port: Annotated[int | None, _MASTER_PORT] = None,
     rdzv_id: Annotated[str | None, _RDZV_ID] = None,
+    key: Annotated[str, _KEY] = "",
     ray: Annotated[str | None, _RAY] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
@@ -171,7 +175,7 @@ def run(
     members = None
     if elastic or spares is not None:
         members = Elastic(
-            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience
+            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience, key
         )
     try:
         return start(asked, chosen, conduct, show, ray, members)

@@ -61,17 +61,19 @@ def start(
 
 
 def _start_elastic(plan: Launch, script: Script, elastic: Elastic, shown: Collection[int]) -> int:
-    if plan.max_nodes > 1:
+    if plan.max_nodes > 1 and not elastic.key:
         raise LaunchError(
-            f"--nnodes is {plan.max_nodes}, and members of an elastic job are on one machine",
-            "Leave --nnodes out, or --elastic and --spares.",
+            f"--nnodes is {plan.max_nodes}, and hosts of an elastic job show each other "
+            "certificates",
+            "Give --key FILE, a copy of the same file on every host.",
         )
-    if elastic.min_ranks > plan.nproc:
+    if elastic.min_ranks > plan.nproc * plan.max_nodes:
         raise LaunchError(
-            f"--min-ranks is {elastic.min_ranks}, and {plan.nproc} ranks are started",
+            f"--min-ranks is {elastic.min_ranks}, and {plan.nproc * plan.max_nodes} ranks are "
+            "started",
             "Give fewer, or a larger --nproc.",
         )
-    check_shown(shown, plan.nproc)
+    check_shown(shown, plan.nproc * plan.max_nodes)
     if plan.why:
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
     return launch_elastic(plan, script, elastic, shown)

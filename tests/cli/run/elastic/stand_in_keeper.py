@@ -3,21 +3,16 @@
 ``python stand_in_keeper.py PATH …`` serves one agent and takes no notice of anybody else.
 """
 
-import importlib.util
 import os
 import selectors
 import socket
 import struct
 import sys
-from pathlib import Path
 
 import msgspec
 
-# The words alone: without paceline there is no torch to import, and it starts at once.
-_WORDS = Path(__file__).parents[4] / "src/paceline/_members/agents.py"
-_spec = importlib.util.spec_from_file_location("agents", _WORDS)
-agents = sys.modules["agents"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(agents)
+sys.argv[0] = "paceline"  # by that name torch is not imported, and it starts at once
+import paceline._members as agents  # noqa: E402
 
 LENGTH = struct.Struct(">I")
 
@@ -38,6 +33,8 @@ class Roster:
         if isinstance(word, agents.Enlist):
             self.next += 1
             return [agents.Enlisted(self.next - 1)]
+        if isinstance(word, agents.Alive):
+            return [word]
         if isinstance(word, agents.NoMore):
             return [] if self.living else [agents.Over(f"nobody is left ({word.why})", True)]
         if isinstance(word, agents.Gone):
@@ -60,7 +57,9 @@ def words(data: bytearray) -> list[agents.AgentWord]:
     found = []
     while len(data) >= LENGTH.size and len(data) >= LENGTH.size + LENGTH.unpack_from(data)[0]:
         end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        found.append(msgspec.msgpack.decode(data[LENGTH.size : end], type=agents.AgentWord))
+        found.append(
+            msgspec.msgpack.decode(data[LENGTH.size : end], type=agents.AgentWord | agents.Alive)
+        )
         del data[:end]
     return found
 

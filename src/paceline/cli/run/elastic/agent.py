@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...._members import (
     AgentHello,
+    Alive,
     Enlist,
     Enlisted,
     Fence,
@@ -32,15 +33,14 @@ from ... import say
 from ..screen import OutputReader
 from ..signals import signals_noted
 from ..verdict import FailureReport, RankEnding, describe, read_reports, runs, signal_name
-from .keeper import KeeperProcess
+from .keeper import Keeping
 from .link import KeeperLink
 from .places import Places
 from .process import MemberProcess
 from .story import JobStory, tell_formed, tell_loss
 
 _TICK = 0.1  # seconds between two looks at what nobody reports
-_SOON = 0.005  # the same, while the keeper is being replaced
-_KEEPER = 60.0  # seconds that a keeper has to listen
+_ASK = 1.0  # seconds between two questions whether the keeper is there
 _LINGER = 1.0  # seconds between two looks for members whose script has failed
 
 
@@ -60,6 +60,7 @@ class AgentLimits:
     grace: float = 30.0  # for members to end, once they are asked to
     patience: float = 2.0  # for members to end by themselves, once the job has failed
     stopped_after: float = 0.5
+    keeper_within: float = 60.0  # for a keeper to answer
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ElasticAgent:
     places: Places
     start: MemberStart
     limits: AgentLimits
-    keeper: KeeperProcess
+    keeper: Keeping
     link: KeeperLink
     reader: OutputReader
     notes: Path
@@ -102,14 +103,15 @@ class ElasticAgent:
     _kill_at: float | None = None
     _failing_since: dict[int, float] = field(default_factory=dict)
     _looked: float = 0.0
-    _unheard_since: float = field(default_factory=time.monotonic)
+    _heard_at: float = field(default_factory=time.monotonic)  # when the keeper last said something
+    _asked_at: float = 0.0  # when it was last asked whether it is there
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def run(self) -> None:
         """Return when every member has ended and no other will be started."""
         with signals_noted() as self.signals:
             try:
-                while not self.places.over:
+                while not self.places.over or self._is_needed_elsewhere():
                     self._sleep()
                     self._look(time.monotonic())
             finally:
@@ -119,7 +121,7 @@ class ElasticAgent:
 
     def _sleep(self) -> None:
         """Wait until something has happened that can be waited for."""
-        self._selector.select(_TICK if self.link.connected else _SOON)
+        self._selector.select(_TICK if self.link.connected else self.keeper.pause)
 
     def _look(self, now: float) -> None:
         for process in list(self.processes.values()):
@@ -140,19 +142,35 @@ class ElasticAgent:
             self.story.keepers += 1
             say.note(f"the process that keeps the roster is replaced: {how}")
         if self.link.connected:
-            for word in self.link.heard():
-                self._hear(word, now)
-            self.link.flush()
-            if not self.link.connected:
-                self._disconnect()
+            self._talk(now)
         elif self.link.connect(self._hello()):
-            self._asked, self._unheard_since, self._told_no_more = 0, now, False
+            self._asked, self._told_no_more, self._asked_at = 0, False, 0.0
             self._selector.register(self.link, selectors.EVENT_READ)
-        elif now - self._unheard_since > _KEEPER:
+        if now - self._heard_at > self.limits.keeper_within:
             raise LaunchError(
-                f"the process that keeps the roster has not answered for {_KEEPER:g} s",
-                "Nothing can be agreed without it; look for what slows this machine down.",
+                "the process that keeps the roster has not answered for "
+                f"{self.limits.keeper_within:g} s; the members of this host are ended, since the "
+                "others may have gone on without them",
+                "If it is on another host, look at the network between them.",
             )
+
+    def _talk(self, now: float) -> None:
+        """Hear what the keeper says, and ask it to say something now and then."""
+        for word in self.link.heard():
+            self._heard_at = now
+            self._hear(word, now)
+        if now - self._asked_at > _ASK:
+            self._asked_at = now
+            self.link.say(Alive())
+        self.link.flush()
+        if not self.link.connected:
+            self._disconnect()
+
+    def _is_needed_elsewhere(self) -> bool:
+        """Whether members of other hosts train on with the keeper of this one."""
+        others = set(self.story.members) - self.places.endings.keys()
+        waits = self.keeper.serves_others and self.over is None and len(self.signals) < 2
+        return waits and bool(others)
 
     def _hello(self) -> AgentHello:
         members = {number: process.pid for number, process in self.processes.items()}
@@ -163,7 +181,6 @@ class ElasticAgent:
             if key.fileobj is self.link:
                 self._selector.unregister(key.fd)
         self.link.close()
-        self._unheard_since = time.monotonic()
 
     def _hear(self, word: KeeperWord, now: float) -> None:
         if isinstance(word, Enlisted):
@@ -174,7 +191,7 @@ class ElasticAgent:
         elif isinstance(word, Fence):
             if word.member in self.processes:
                 self._fence(self.processes[word.member], word.why)
-        else:
+        elif isinstance(word, Over):
             self._note_over(word, now)
 
     # -- members ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from ....errors import LaunchError
 from ..sessions import kill_session
@@ -24,8 +25,24 @@ _END = 2.0  # seconds that a keeper has to end when it is told to
 _TAIL = 2000  # characters of what it wrote
 
 
+class Keeping(Protocol):
+    """What keeps the roster, here or on another host."""
+
+    serves_others: bool  # members of other hosts need it as well
+    pause: float  # seconds between two attempts to reach it
+
+    def look(self, now: float) -> str:
+        """See that it is there; returns how a keeper of this host has ended, if one has."""
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+
+
 class KeeperProcess:
     """Keeps one process of ``command`` running; ``folder`` gets what it writes."""
+
+    serves_others = False
+    pause = 0.005
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = [*command]

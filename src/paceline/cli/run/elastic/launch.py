@@ -18,7 +18,8 @@ from ..record import clear_record, tell_if_empty
 from ..screen import OutputReader
 from ..verdict import judge, signal_name
 from .agent import AgentLimits, ElasticAgent, MemberStart
-from .keeper import KeeperProcess, keeper_command
+from .hosts import open_keeper
+from .keeper import keeper_command
 from .link import KeeperLink
 from .places import HostSize, Places
 
@@ -38,6 +39,7 @@ class Elastic:
     heartbeat: float = 60.0
     grace: float = 30.0
     patience: float = 2.0
+    key: str = ""  # the file that all hosts of the job have
 
 
 def launch_elastic(
@@ -72,15 +74,13 @@ def _agent(
 ) -> ElasticAgent:
     path = str(folder / "members")
     command = [sys.executable, "-u", *script.command()]
-    environment = _environment(script, size, folder, path)
+    environment = _environment(plan, script, size, folder, path)
     return ElasticAgent(
         os.uname().nodename,
         Places(size),
         MemberStart(command, environment, plan.seats),
-        AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after),
-        KeeperProcess(
-            keeper_command(path, plan.nproc, elastic.min_ranks, elastic.heartbeat), folder
-        ),
+        AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after, elastic.heartbeat),
+        open_keeper(plan, elastic.key, path, _keeper(plan, elastic, path), folder),
         KeeperLink(path),
         OutputReader(),
         folder,
@@ -88,10 +88,19 @@ def _agent(
     )
 
 
-def _environment(script: Script, size: HostSize, folder: Path, path: str) -> Mapping[str, str]:
+def _keeper(plan: Launch, elastic: Elastic, path: str) -> list[str]:
+    """How a keeper is started; more ranks than all but one of the hosts have take all of them."""
+    first = plan.nproc * plan.min_nodes
+    least = max(elastic.min_ranks, plan.nproc * (plan.min_nodes - 1) + 1)
+    return keeper_command(path, first, least, elastic.heartbeat)
+
+
+def _environment(
+    plan: Launch, script: Script, size: HostSize, folder: Path, path: str
+) -> Mapping[str, str]:
     """What all members find in their environment."""
     found = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-    if name := loopback():
+    if plan.max_nodes == 1 and (name := loopback()):
         found.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
     return found | {
         **script.environment(size.ranks),

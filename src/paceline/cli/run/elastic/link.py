@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from ...._members import AgentHello, AgentWord, KeeperWord
+from ...._members import AgentHello, AgentWord, Alive, KeeperWord
 
 _LENGTH = struct.Struct(">I")
 _LONGEST = 1 << 20  # bytes of a word
@@ -52,7 +52,7 @@ class KeeperLink:
         """The descriptor to watch while connected."""
         return self._socket.fileno() if self._socket else -1
 
-    def say(self, word: AgentWord) -> None:
+    def say(self, word: AgentWord | Alive) -> None:
         """Send a word; what nobody hears is not kept, since the next hello says how things are."""
         if self._socket is None:
             return
