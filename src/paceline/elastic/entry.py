@@ -9,8 +9,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from .. import _members
-from .._members import Members
+from .._members import Members, connect
 from ..data import ShardedLoader
 from ..ddp import DistributedDataParallel
 from ..errors import JobArgumentError
@@ -69,12 +68,6 @@ def job(
         save_every=save_every,
         check_every=check_every,
         nonfinite=nonfinite,
-        members=_connect() if members is None else members,
+        members=connect() if members is None else members,
         timeout=timeout.total_seconds(),
     )
-
-
-def _connect() -> Members | None:
-    """The members of the launcher that started this process; None where there is none."""
-    found: Members | None = getattr(_members, "connect", lambda: None)()
-    return found

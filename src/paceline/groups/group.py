@@ -338,6 +338,8 @@ class Group(TorchCalls):
         if self._closed == FORKED:
             return
         self._closed = self._closed or "aborted"
+        if (opening := self._opening) is not None:
+            opening.give_up()
         self._abort_engine()
 
     def shutdown(self) -> None:

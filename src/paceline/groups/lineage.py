@@ -25,6 +25,7 @@ from .engine import Engine
 from .launcher import going_on, tell_left
 from .meetings import Meetings
 from .merging import GroupCard, Merging
+from .opening import Opening, OpeningGivenUp
 from .options import GroupOptions
 from .strict import Checks
 
@@ -52,6 +53,7 @@ class Lineage(Collectives):
         self._checks: Checks = "warn"
         self._barriers = itertools.count()
         self._group_name = self._group_desc = ""
+        self._opening: Opening | None = None  # while the group is moved
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -222,13 +224,20 @@ class Lineage(Collectives):
 
         Whoever holds the group keeps it.
         Every member calls it, with a store that nobody else uses. What is under way is aborted. If
-        it fails the group stays closed, and can be moved again.
+        it fails the group stays closed, and can be moved again. :meth:`Group.abort` ends it early.
         """
         if self._closed in ("shut down", FORKED):
             self._alive("move")
-        reopen = self._need_reopen()
+        reopen, options = self._need_reopen(), self._options
         self._close_engine("aborted")
-        engine = reopen(store, rank, len(members), self._options)
+        self._opening = Opening(lambda: reopen(store, rank, len(members), options))
+        try:
+            engine = self._opening.result()
+        except OpeningGivenUp:
+            self._alive("move")
+            raise
+        finally:
+            self._opening = None
         self._home = store
         self._adopt(engine, rank, members, store)
         return self

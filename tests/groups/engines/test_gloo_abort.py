@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from paceline.errors import GroupClosedError
 from paceline.groups import Group, new_group
 from paceline.testing import Meeting, spawn_ranks
 
@@ -51,8 +52,10 @@ def _each_aborts_itself(meeting: Meeting) -> bool:
     group.all_reduce(torch.ones(8))
     if meeting.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    threading.Timer(0.1, group.abort).start()
+    news = threading.Timer(0.1, group.abort)
+    news.start()
     _wait_in_vain(group, 8)
+    news.join()
     before = len(os.listdir("/proc/self/fd"))
     ranks = [0, 2, 3]
     group.move(PrefixStore("second", store), ranks.index(meeting.rank), ranks)
@@ -77,3 +80,23 @@ def test_a_group_of_one_is_moved_and_moved_back() -> None:
         group.all_reduce(total)
         assert total.tolist() == [1.0, 1.0]
     group.shutdown()
+
+
+def _move_without_the_other(meeting: Meeting) -> float:
+    """A rank dies between the store and its connections: gloo itself waits for its timeout."""
+    group, store = meeting.new_group("gloo", timeout=FAR), meeting.store()
+    if meeting.rank == 1:
+        store.wait(["waits"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(0.3, lambda: (store.set("waits", ""), group.abort())).start()
+    began = time.monotonic()
+    try:
+        group.move(PrefixStore("second", store), 0, [0, 1])
+    except GroupClosedError:
+        return time.monotonic() - began
+    raise AssertionError("the other never came")
+
+
+def test_abort_frees_a_rank_that_opens_a_group_with_one_that_died() -> None:
+    seconds, _ = spawn_ranks(2, _move_without_the_other, may_die=[1])
+    assert seconds < 5.0

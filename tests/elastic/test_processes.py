@@ -1,0 +1,118 @@
+"""Jobs whose ranks are processes, killed at random places and moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import elastic
+from paceline._members import Rules, connect
+from paceline._members.keeper import Keeper
+from paceline.testing import Meeting, spawn_ranks
+from tests.marks import needs_shm
+
+from .runs import Outcome, require_equal, train
+
+PLACES = ["begin", "shard", "averages", "end"]
+
+
+@contextmanager
+def keeper(folder: Path, **rules: Any) -> Iterator[str]:
+    """A keeper on a thread; a connection that closes is a member that is lost."""
+    path = str(folder / "members")
+    serving = Keeper(path, Rules(reconnect_within=0.02, **rules), 30.0)
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            serving.turn(0.1)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield path
+    finally:
+        over.set()
+        thread.join(5)
+        serving.close()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_rank(meeting: Meeting, path: str, backend: str, epochs: int, deaths: dict[int, Any]) -> Any:
+    """Train until it is killed: at a place of a step, or so many seconds after its first one."""
+    death = deaths.get(meeting.rank)
+
+    def moment(now: elastic.JobStep, shards: int, place: str) -> None:
+        if (now.number, place) == death:
+            die()
+        if isinstance(death, float) and place == "begin" and not begun:
+            begun.append(True)
+            threading.Timer(death, die).start()
+
+    begun: list[bool] = []
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    outcome = train(connect(path), moment, backend=backend, epochs=epochs)
+    after = len(os.listdir("/proc/self/fd")), threading.active_count()
+    return outcome, before, after
+
+
+def a_rank_alone(meeting: Meeting, epochs: int) -> Outcome:
+    return train(None, backend="auto", epochs=epochs)
+
+
+@cache
+def undisturbed(epochs: int) -> Outcome:
+    """What one process ends with that is alone; with one thread, as all of them have."""
+    (outcome,) = spawn_ranks(1, a_rank_alone, epochs)
+    return outcome
+
+
+def require_all_equal(found: list[Any], epochs: int) -> list[Outcome]:
+    ends = [one[0] for one in found if one is not None and one[0].committed]
+    assert ends
+    for end in ends:
+        require_equal(end, undisturbed(epochs))
+    return ends
+
+
+@needs_shm
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_processes_that_are_killed_change_no_bit(backend: str, tmp_path: Path) -> None:
+    deaths = {0: (2, "shard"), 1: (5, "averages"), 2: (7, "begin")}
+    with keeper(tmp_path, first=3, most=3) as path:
+        found = spawn_ranks(5, a_rank, path, backend, 2, deaths, may_die=deaths)
+    assert len(require_all_equal(found, 2)) == 2
+
+
+@needs_shm
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_kills_at_random_moments_change_no_bit(backend: str, seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    epochs, total = 8, 8
+    deaths: dict[int, Any] = {}
+    for rank in range(total - 1):
+        late = chance.uniform(0.001, 0.5)
+        place = chance.randrange(5 * epochs), chance.choice(PLACES)
+        deaths[rank] = late if chance.random() < 0.6 else place
+    with keeper(tmp_path, first=3, most=4) as path:
+        began = time.monotonic()
+        found = spawn_ranks(
+            total, a_rank, path, backend, epochs, deaths, may_die=deaths, deadline=90
+        )
+    require_all_equal(found, epochs)
+    assert time.monotonic() - began < 90
