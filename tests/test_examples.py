@@ -65,6 +65,15 @@ def test_accumulated_small_batches_make_the_step_of_a_whole_batch() -> None:
     assert float(same.split()[-1]) < 1e-6
 
 
+@needs_shm
+@pytest.mark.slow
+def test_killed_members_of_a_job_change_no_bit() -> None:
+    said = run("examples/elastic.py", deadline=300)
+    found = [match[1] for line in said if (match := re.search(r"digest (\w{16}) after 12", line))]
+    assert len(found) == 2
+    assert len(set(found)) == 1
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # told to be so
 def test_a_checkpoint_of_two_ranks_goes_on_on_four(tmp_path: Path) -> None:
     def train(folder: str, ranks: int, steps: int) -> str:

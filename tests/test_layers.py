@@ -33,7 +33,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
-        "compiled": frozenset({"_reducer", "ddp", "groups", "policies"}),
+        "compiled": frozenset({"_reducer", "data", "ddp", "groups", "policies"}),
         # Of _transport it has objects without pickle.
         "elastic": frozenset({"_members", "_transport", "data", "ddp", "groups"}),
         "ddp": frozenset({"_reducer", "data", "groups", "hooks", "join", "policies"}),

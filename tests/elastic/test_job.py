@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from paceline import elastic
+from paceline.groups import Call, Group
 
 from .runs import Moment, Outcome, Ranks, require_equal, train
 
@@ -120,3 +121,68 @@ def test_random_kills_and_newcomers_change_no_bit() -> None:
     assert ends
     for end in ends:
         require_equal(end, undisturbed(4))
+
+
+@pytest.mark.parametrize("who", ["source", "newcomer"])
+def test_one_that_is_killed_in_the_middle_of_a_copy_changes_no_bit(who: str) -> None:
+    ranks = Ranks(3)
+    copies: list[int] = []
+
+    def kill_in_copy(member: int) -> Callable[..., None]:
+        def prepare(group: Group, **_: object) -> None:
+            def before(call: Call) -> None:
+                large = call.kind == "broadcast" and call.nbytes > 1000
+                copies.append(member) if large and len(ranks.outcomes) > 3 else None
+                sends = call.root == group.rank()
+                if large and copies.count(member) == 2 and sends == (who == "source"):
+                    ranks.kill(member)
+
+            group.register_hooks(before=before)
+
+        return prepare
+
+    def of(member: int) -> Moment:
+        def moment(now: elastic.JobStep, shards: int, place: str) -> None:
+            if (member, now.number, place) == (1, 2, "begin"):
+                more = {} if who == "source" else {"prepare": kill_in_copy(3)}
+                ranks.start(seed=9, **more)
+
+        return moment
+
+    for number in range(3):
+        sender = number == 0 and who == "source"
+        ranks.start(of, **({"prepare": kill_in_copy(number)} if sender else {}))
+    ends = survivors(ranks.wait())
+    assert len(ends) == 3
+    assert copies
+    for end in ends:
+        require_equal(end, undisturbed())
+
+
+def test_two_are_killed_at_once_and_one_during_the_recovery() -> None:
+    ranks = Ranks(5)
+    meetings: list[int] = []
+
+    def prepare_of(number: int) -> Callable[..., None]:
+        def prepare(group: Group, **_: object) -> None:
+            if number != 3:
+                return
+            move = group.move
+
+            def move_or_die(store: object, rank: int, members: tuple[int, ...]) -> object:
+                meetings.append(rank)
+                if len(meetings) == 2:
+                    ranks.kill(number)
+                return move(store, rank, members)  # type: ignore[arg-type]
+
+            group.move = move_or_die  # type: ignore[method-assign, assignment]
+
+        return prepare
+
+    for number in range(5):
+        moment = kill_at(ranks, {1: (4, "shard"), 2: (4, "shard")})
+        ranks.start(moment, prepare=prepare_of(number))
+    ends = survivors(ranks.wait())
+    assert len(ends) == 2
+    for end in ends:
+        require_equal(end, undisturbed())

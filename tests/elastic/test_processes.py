@@ -116,3 +116,53 @@ def test_kills_at_random_moments_change_no_bit(backend: str, seed: int, tmp_path
         )
     require_all_equal(found, epochs)
     assert time.monotonic() - began < 90
+
+
+def a_rank_with_notice(meeting: Meeting, path: str, folder: str) -> Any:
+    """Rank 1 gets SIGTERM in its fourth step."""
+
+    def moment(now: elastic.JobStep, shards: int, place: str) -> None:
+        if meeting.rank == 1 and (now.number, place) == (3, "begin"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return train(connect(path), moment, backend="shm", epochs=2, save=folder, save_every=4)
+
+
+@needs_shm
+def test_sigterm_lets_a_process_finish_its_step_and_the_others_go_on(tmp_path: Path) -> None:
+    with keeper(tmp_path, first=3, most=3) as path:
+        found = spawn_ranks(3, a_rank_with_notice, path, str(tmp_path / "saves"))
+    assert found[1].left == "it got SIGTERM"
+    assert found[1].committed == [0, 1, 2, 3]
+    for outcome in (found[0], found[2]):
+        require_equal(outcome, undisturbed(2))
+    names = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert names == ["step-00000008", "step-00000010"]
+
+
+def many_rosters(meeting: Meeting, path: str, backend: str) -> Any:
+    """Rank 0 stays; of the others each dies two steps after it came."""
+    first: list[int] = []
+    used: list[tuple[int, int]] = []
+
+    def moment(now: elastic.JobStep, shards: int, place: str) -> None:
+        first.append(now.number)
+        if meeting.rank and now.number == first[0] + 2 and place == "shard":
+            die()
+        if place == "end":
+            used.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+
+    return train(connect(path), moment, backend=backend, epochs=3), used
+
+
+@needs_shm
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_nothing_is_left_of_rosters_that_are_over(backend: str, tmp_path: Path) -> None:
+    others = range(1, 8)
+    with keeper(tmp_path, first=3, most=3) as path:
+        found = spawn_ranks(8, many_rosters, path, backend, may_die=others)
+    outcome, used = found[0]
+    require_equal(outcome, undisturbed(3))
+    (fds, threads), (fds_later, threads_later) = used[0], used[-1]
+    assert fds_later <= fds + 3
+    assert threads_later <= threads + 1

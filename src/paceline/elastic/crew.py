@@ -19,6 +19,7 @@ from ..errors import (
     PacelineError,
     PeerError,
     RendezvousError,
+    StateCopyError,
 )
 from ..groups import Group
 
@@ -119,5 +120,6 @@ def is_loss(error: BaseException) -> bool:
     if isinstance(error, MembershipError | MismatchError):
         return False
     if isinstance(error, PacelineError):
-        return isinstance(error, GroupError | PeerError | RendezvousError | TimeoutError)
+        again = GroupError | PeerError | RendezvousError | StateCopyError | TimeoutError
+        return isinstance(error, again)
     return isinstance(error, RuntimeError | OSError)

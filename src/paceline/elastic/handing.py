@@ -35,7 +35,10 @@ def hand_over(group: Group, root: int, state: JobState | None, *, wanted: bool) 
     _receive(group, root, sizes, [_flat(tensor) for tensor in tensors])
     named = {row[0]: tensor for row, tensor in zip(said["tensors"], tensors, strict=False)}
     _agree(group, [row[0] for row in said["tensors"] if wanted and digest(named[row[0]]) != row[5]])
-    return JobState(said["steps"], said["plain"], named) if wanted else None
+    if not wanted:
+        return None
+    known = {row[0]: row[5] for row in said["tensors"]}
+    return JobState(said["steps"], said["plain"], named, known)
 
 
 def _head(state: JobState) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing_extensions import Self
 from .._members import NOTHING, HowFar, Members, Roster
 from ..data import Shard, ShardedLoader
 from ..ddp import DistributedDataParallel, ShardReplica
-from ..errors import JobArgumentError, JobStateError, MembershipError
+from ..errors import JobArgumentError, JobStateError, MembershipError, StateCopyError
 from .crew import Crew, is_loss
 from .endings import EndOnSignal, LeaveNow
 from .handing import hand_over
@@ -127,8 +127,9 @@ class Job:
 
     def _leave(self, error: BaseException | None) -> None:
         assert self._crew is not None
-        if error is not None:
-            self._crew.members.leave(f"{type(error).__name__}: {error}", failed=True)
+        if error is not None:  # outside of a step it is this member's own affair
+            in_step = self._step is not None
+            self._crew.members.leave(f"{type(error).__name__}: {error}", failed=in_step)
         elif self.finished:
             self._crew.members.leave("it has finished", finished=True)
         else:
@@ -305,6 +306,7 @@ class Job:
     def _meet(self, why: str) -> None:
         """Go on with the members that are there now; all of them have the same state then."""
         assert self._crew is not None
+        bad_copies = 0
         while True:
             self._why = None
             wait = _DAYS if self.steps == NOTHING else self._timeout
@@ -317,6 +319,9 @@ class Job:
             if not why:
                 self._checked = self.steps
                 return None
+            bad_copies += why.startswith(StateCopyError.__name__)
+            if bad_copies > _TRIES:
+                raise MembershipError(self._crew.members.me, why)
 
     def _end_without(self, error: Exception) -> None:
         """There is no further roster with this member: right if it has nothing to do any more."""

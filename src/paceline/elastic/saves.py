@@ -163,7 +163,8 @@ def read(folder: Path) -> JobState:
     bad = list(_damaged(said["tensors"], tensors))
     if bad:
         raise ValueError(f"{TENSORS} is not what was written: {', '.join(bad[:5])}")
-    return JobState(said["steps"], said["plain"], {name: tensors[name] for name in said["tensors"]})
+    known = {name: row[2] for name, row in said["tensors"].items()}
+    return JobState(said["steps"], said["plain"], {n: tensors[n] for n in known}, known)
 
 
 def _damaged(rows: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:

@@ -7,7 +7,7 @@ are between two steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,15 +42,12 @@ class JobState:
     steps: int
     plain: Any  # packed: see packing.py
     tensors: Mapping[str, Tensor]
+    known: Mapping[str, int] | None = None  # digests, where they were found right before
 
     @cached_property
-    def digests(self) -> dict[str, int]:
+    def digests(self) -> Mapping[str, int]:
         """Of each tensor."""
-        return digests(self.tensors)
-
-    def copied(self) -> JobState:
-        """This state, in memory of its own."""
-        return replace(self, tensors={name: t.clone() for name, t in self.tensors.items()})
+        return digests(self.tensors) if self.known is None else self.known
 
 
 @dataclass(eq=False)

@@ -230,7 +230,7 @@ class Lineage(Collectives):
             self._alive("move")
         reopen, options = self._need_reopen(), self._options
         self._close_engine("aborted")
-        self._opening = Opening(lambda: reopen(store, rank, len(members), options))
+        self._opening = Opening(lambda: reopen(store, rank, len(members), options), self.device)
         try:
             engine = self._opening.result()
         except OpeningGivenUp:

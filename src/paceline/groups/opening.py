@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from .engine import Engine
 
 
@@ -16,10 +18,10 @@ class OpeningGivenUp(Exception):
 
 
 class Opening:
-    """Calls ``opener`` on a thread of its own."""
+    """Calls ``opener`` on a thread of its own, where ``device`` is the current one."""
 
-    def __init__(self, opener: Callable[[], Engine]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[[], Engine], device: torch.device) -> None:
+        self._opener, self._device = opener, device
         self._settled = threading.Condition()
         self._engine: Engine | None = None
         self._error: BaseException | None = None
@@ -29,6 +31,8 @@ class Opening:
     def _open(self) -> None:
         engine, error = None, None
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             engine = self._opener()
         except BaseException as failed:
             error = failed
