@@ -133,7 +133,10 @@ def test_a_forked_child_has_connections_of_its_own(host) -> None:
     store.lines.close()
 
 
-@pytest.mark.parametrize(
+NO_QUESTIONS = [b"\xff\xff\xff\xffx", b"\x00\x00\x00\x03abc", bytes(range(7, 71))]
+
+
+@pytest.mark.parametrize("said", NO_QUESTIONS)
     "said", [b"\xff\xff\xff\xffx", b"\x00\x00\x00\x03abc", bytes(range(7, 71))]
 )
 def test_bytes_that_are_no_question_end_that_connection_alone(host, said) -> None:
