@@ -137,8 +137,6 @@ NO_QUESTIONS = [b"\xff\xff\xff\xffx", b"\x00\x00\x00\x03abc", bytes(range(7, 71)
 
 
 @pytest.mark.parametrize("said", NO_QUESTIONS)
-    "said", [b"\xff\xff\xff\xffx", b"\x00\x00\x00\x03abc", bytes(range(7, 71))]
-)
 def test_bytes_that_are_no_question_end_that_connection_alone(host, said) -> None:
     store = SocketStore(Lines(host.path), 1, MINUTE)
     store.set("a", "b")
