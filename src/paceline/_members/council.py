@@ -169,6 +169,8 @@ class Council:
             return "it speaks of members that there have never been"
         if word.roster is not None and not 0 < word.roster.number <= self.last_roster:
             return f"there has never been a roster {word.roster.number}"
+        if word.roster is not None and not _could_be(word.roster, word.member):
+            return f"roster {word.roster.number} cannot have been like that"
         if word.member in self.gone:
             return f"it was given up: {self.gone[word.member]}"
         living = self.living.get(word.member)
@@ -289,6 +291,8 @@ class Council:
                 self.lose(member, living.gone_why, now)
         if self._give_up_at <= now:
             self._give_up(self._reasons)
+        if self._remember_until <= now:
+            self._remember_until = inf
         self._decide(now)
 
     def next_time(self) -> float:
@@ -460,9 +464,7 @@ class Council:
 
     def _remembers_too_little(self, now: float) -> bool:
         """Whether members of a roster that a keeper before this one decided may be out there."""
-        if now >= self._remember_until:
-            self._remember_until = inf
-        return self.current.number == 0 and self._remember_until < inf
+        return self.current.number == 0 and now < self._remember_until < inf
 
     def _stayers(self) -> list[int]:
         return [member for member in self.current.members if member in self.living]
@@ -502,6 +504,12 @@ class Council:
 
     def _tell(self, member: int, word: ToMember) -> None:
         self._out.append((member, word))
+
+
+def _could_be(roster: Roster, member: int) -> bool:
+    """Whether a roster that a member remembers holds together."""
+    different = len(set(roster.members)) == len(roster.members)
+    return member in roster.members and different and len(roster.how_far) == len(roster.members)
 
 
 def _in_words(reasons: Mapping[int, str]) -> str:

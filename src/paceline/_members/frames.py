@@ -51,5 +51,5 @@ class Unpacker(Generic[W]):
         del self._data[: 4 + size]
         try:
             return self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8
             raise FrameError(str(error)) from error

@@ -12,6 +12,7 @@ import fcntl
 import os
 import selectors
 import socket
+import traceback
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -200,6 +201,10 @@ class Keeper:
                     return
                 self._take(caller, word, now)
         except FrameError:
+            self._drop(caller)
+            return
+        except Exception:  # a bug of ours: it must not be in anybody's power to end the keeper
+            traceback.print_exc()
             self._drop(caller)
             return
         caller.backlog = caller.number in self._callers

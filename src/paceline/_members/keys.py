@@ -17,6 +17,10 @@ KeyOp = Literal[
     "set", "get", "wait", "check", "add", "compare_set", "delete", "count", "append", "push"
     , "pop", "length", "list"
 ]  # fmt: skip
+# How many keys and values a question has; those that are not here may have any number of keys.
+_ONE_KEY: dict[str, int] = {
+    "add": 0, "compare_set": 2, "delete": 0, "append": 1, "push": 1, "pop": 0, "length": 0
+}  # fmt: skip
 CHANGING = frozenset({"set", "add", "compare_set", "delete", "append", "push", "pop"})
 
 
@@ -123,6 +127,7 @@ class Keys:
 
     def _answer(self, question: AskKeys) -> KeysAnswer | None:
         try:
+            _check_numbers(question)
             return self._ops[question.op](question)
         except _NotPossibleError as error:
             return KeysAnswer(question.id, error=error.kind, why=error.why)
@@ -220,6 +225,12 @@ class _NotPossibleError(Exception):
         super().__init__(why)
         self.kind = kind
         self.why = why
+
+
+def _check_numbers(question: AskKeys) -> None:
+    values = _ONE_KEY.get(question.op)
+    if values is not None and (len(question.keys), len(question.values)) != (1, values):
+        raise _NotPossibleError("value", f"{question.op} takes one key and {values} values")
 
 
 def _as_number(value: bytes) -> int:

@@ -211,12 +211,18 @@ class Service:
             self._out.append((line, answers[question.id]))
             return
         waiting = self.lines[line].waiting
-        if len(waiting) >= WAITING:
-            answer = KeysAnswer(question.id, error="full", why="too many questions wait")
-            self._out.append((line, answer))
-            return
-        waiting.add(question.id)
-        self._answered(self._keys.ask(member, question))
+        if question.roster == self.council.current.number and not self._shares_keys(member):
+            why = f"member {member} is not in roster {question.roster}"
+            self._out.append((line, KeysAnswer(question.id, error="over", why=why)))
+        elif len(waiting) >= WAITING:
+            why = "too many questions wait"
+            self._out.append((line, KeysAnswer(question.id, error="full", why=why)))
+        else:
+            waiting.add(question.id)
+            self._answered(self._keys.ask(member, question))
+
+    def _shares_keys(self, member: int) -> bool:
+        return member in self.council.current.members
 
     def _answered(self, answers: list[Answered]) -> None:
         for who, question, answer in answers:
