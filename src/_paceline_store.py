@@ -198,7 +198,7 @@ class SocketStore(Store):
         asked |= {"keys": list(keys), "values": list(values), "number": number}
         try:
             answer = self.lines.ask(asked, max(limit, 0.001))
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise dist.DistNetworkError(
                 f"the store of paceline run at {self.lines.path} cannot be reached: {error}"
             ) from None

@@ -56,8 +56,9 @@ def connect(
     until = time.monotonic() + timeout
     context = calling(identity, service)
     while True:
+        plain = socket.create_connection(address, _left(until))
         try:
-            talk = _shake_hands(address, context, name, until)
+            talk = _shake_hands(plain, context, name, until)
             break
         except HUNG_UP as error:  # for the crowd at its door, maybe
             if time.monotonic() + PAUSE > until:
@@ -77,9 +78,8 @@ def connect(
 
 
 def _shake_hands(
-    address: tuple[str, int], context: ssl.SSLContext, name: str, until: float
+    plain: socket.socket, context: ssl.SSLContext, name: str, until: float
 ) -> ssl.SSLSocket:
-    plain = socket.create_connection(address, _left(until))
     try:
         stay_in_touch(plain)
         plain.settimeout(_left(until))
@@ -105,7 +105,7 @@ def explain(error: Exception, where: str) -> OSError:
     if isinstance(error, ssl.SSLError):
         return StrangerError(where, _refusal(error))
     if isinstance(error, TimeoutError):
-        return TimeoutError(f"{where} has not shown in time who it is")
+        return StrangerError(where, "it has not shown in time who it is")
     return error if isinstance(error, OSError) else OSError(str(error))
 
 

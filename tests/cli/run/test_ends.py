@@ -166,7 +166,7 @@ def test_a_launcher_that_waits_for_other_machines_ends_at_once_and_leaves_nothin
     begin, tmp_path, number, node_rank
 ) -> None:
     port = free_port()
-    words = ["run", "--nproc", 1, "--nnodes", 2, "--master-addr", "127.0.0.1"]
+    words = ["run", "--nproc", 1, "--nnodes", 2, "--key", "none", "--master-addr", "127.0.0.1"]
     words += ["--master-port", port, "--node-rank", node_rank, tmp_path / "script.py"]
     with signals_kept():
         signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup

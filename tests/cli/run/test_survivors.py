@@ -269,7 +269,7 @@ def test_a_machine_whose_ranks_go_on_without_those_of_another_ends_well(tmp_path
         + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         + "with launcher.going_on(0, [0, 1], [0]): pass\n"
     )
-    words = ["run", "--nnodes", 2, "--nproc", 1, "--master-addr", "127.0.0.1"]
+    words = ["run", "--nnodes", 2, "--key", "none", "--nproc", 1, "--master-addr", "127.0.0.1"]
     words += ["--master-port", free_port(), "--node-rank"]
     launched = [fork(*words, number, tmp_path / "light.py") for number in (0, 1)]
     (_, err0), (_, err1) = [each.communicate(timeout=120) for each in launched]
@@ -282,7 +282,7 @@ def test_a_machine_whose_ranks_do_not_go_on_hears_of_anothers_failure(tmp_path) 
     (tmp_path / "light.py").write_text(
         LIGHT + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()"
     )
-    words = ["run", "--nnodes", 2, "--nproc", 1, "--patience", 0.2]
+    words = ["run", "--nnodes", 2, "--key", "none", "--nproc", 1, "--patience", 0.2]
     words += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
     launched = [fork(*words, number, tmp_path / "light.py") for number in (0, 1)]
     (_, err0), (_, err1) = [each.communicate(timeout=120) for each in launched]

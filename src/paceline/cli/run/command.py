@@ -6,7 +6,7 @@ stands alone, and several meet in the way that their number allows.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -97,7 +97,17 @@ _MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
 _MASTER_PORT = _option(_MACHINES, "PORT", "By default one that is free.")
 _RDZV_ID = _option(_MACHINES, "ID", "The run's name, for MIN:MAX.")
 _KEY = _option(
-    _MACHINES, "FILE", "The key of an elastic job on several machines; each has a copy of the file."
+    _MACHINES,
+    "FILE",
+    "What machines know each other by: a copy of the same file on each (--new-key makes it). none: "
+    "whoever reaches the port can join, as with torchrun.",
+)
+_NEW_KEY = typer.Option(
+    help="Make such a file, and do nothing else.",
+    metavar="FILE",
+    rich_help_panel=_MACHINES,
+    is_eager=True,
+    callback=lambda path: _make_key(path) if path else None,
 )
 _RAY = _option(
     _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
@@ -131,7 +141,8 @@ def run(
     master_addr: Annotated[str | None, _MASTER_ADDR] = None,
     master_port: Annotated[int | None, _MASTER_PORT] = None,
     rdzv_id: Annotated[str | None, _RDZV_ID] = None,
-    key: Annotated[str, _KEY] = "",
+    key: Annotated[str | None, _KEY] = None,
+    new_key: Annotated[str | None, _NEW_KEY] = None,
     ray: Annotated[str | None, _RAY] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
@@ -144,7 +155,7 @@ def run(
 
     For example: paceline run --nproc 4 train.py --lr 0.1
     """
-    from ...errors import LaunchError
+    from ...errors import LaunchError, StrangerError
     from .elastic import Elastic
     from .launch import Conduct, Script
     from .plan import Asked
@@ -159,6 +170,7 @@ def run(
         rdzv_endpoint,
         rdzv_id,
         ranks_per_gpu,
+        key,
     )
     chosen = Script(
         script,
@@ -175,9 +187,22 @@ def run(
     members = None
     if elastic or spares is not None:
         members = Elastic(
-            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience, key
+            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience
         )
     try:
         return start(asked, chosen, conduct, show, ray, members)
+    except (LaunchError, StrangerError) as error:
+        say.fail(str(error))
+
+
+def _make_key(path: str) -> NoReturn:
+    """Write a new key file, and end."""
+    from ..._doors import JobKey
+    from ...errors import LaunchError
+
+    try:
+        JobKey.make().write(path)
     except LaunchError as error:
         say.fail(str(error))
+    say.note(f"{path} is the key of a job: give every machine a copy, and nobody else")
+    raise typer.Exit

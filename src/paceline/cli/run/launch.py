@@ -136,23 +136,13 @@ def _hush() -> None:
 
 
 def _meeting(plan: Launch) -> RendezvousHandler:
-    """Where the machines meet; where their number may change, that is torch's own."""
-    if plan.max_nodes == 1 and not plan.port:
-        from .one_machine import LocalMeeting, ranks_find_sockets
+    """Where the machines meet, or the ranks of a single one."""
+    from .meeting import MachineMeeting
+    from .one_machine import LocalMeeting, ranks_find_sockets
 
-        if ranks_find_sockets():
-            return LocalMeeting(plan)
-    if not plan.elastic:
-        from .meeting import MachineMeeting
-
-        return MachineMeeting(plan)
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    endpoint = f"{plan.address}:{plan.port}"
-    return get_rendezvous_handler(
-        RendezvousParameters("c10d", endpoint, plan.run_id, plan.min_nodes, plan.max_nodes)
-    )
+    if plan.max_nodes == 1 and not plan.port and ranks_find_sockets():
+        return LocalMeeting(plan)
+    return MachineMeeting(plan)
 
 
 def _spec(plan: Launch, script: Script, conduct: Conduct, meeting: RendezvousHandler) -> WorkerSpec:

@@ -1,53 +1,69 @@
 """Where the launchers of a run's machines meet, and its ranks after them.
 
-torch's own rendezvous listens on every interface. Here the first machine listens on the address it
-was told, loopback when it is alone, and nobody unpickles anything. Machines are numbered by
-``--node-rank`` or as they come. A restart is a new round: its ranks get a store of their own.
+torch's own rendezvous listens on every interface and unpickles what it finds there. Here the first
+machine keeps the stores (``machine_stores.py``), and nobody unpickles anything. Machines are
+numbered by ``--node-rank`` or as they come. A restart is a new round: its ranks get a store of
+their own. Where the number of machines may change (``MIN:MAX``), a round begins when the least have
+come and no more do for a while; who comes later, or again, calls all to the next round.
 """
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import socket
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed import DistError, PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-from ...errors import LaunchCountError, LaunchError, PortTakenError
+from ...errors import LaunchCountError
+from .machine_stores import open_stores
 from .plan import Launch
 
 TIMEOUT = timedelta(minutes=15)  # torchrun's, for all machines to come
+LAST_CALL = timedelta(seconds=30)  # torchrun's, for more than the least
 _PATIENCE = timedelta(seconds=2)  # that a consequence waits for its cause on another machine
-_ANSWER = timedelta(seconds=20)  # that a store has to answer once somebody listens there
 _LOOK = 0.05  # seconds between two looks at the store
 _GOODBYE = timedelta(seconds=5)  # that the first machine waits for the others to hear of a failure
 
 
 class MachineMeeting(RendezvousHandler):
-    """A fixed number of machines; the first one keeps the store."""
+    """Several machines; the first one keeps the stores."""
 
-    def __init__(self, launch: Launch, timeout: timedelta = TIMEOUT) -> None:
-        self.nodes = launch.max_nodes
+    def __init__(
+        self, launch: Launch, timeout: timedelta = TIMEOUT, last_call: timedelta = LAST_CALL
+    ) -> None:
+        self.nodes = launch.max_nodes  # in this round
         self.address = launch.address
-        self.port = launch.port
         self.node_rank = launch.node_rank
         self.timeout = timeout
-        self.hosts = self.node_rank == 0
+        self._last_call = last_call
+        self._least, self._most = launch.min_nodes, launch.max_nodes
         self._run_id = launch.run_id or "paceline"
         self._round = 0
-        self._store = self._open()
+        self._stores = open_stores(launch, timeout)
+        self._store = self._stores.store
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this machine keeps the stores."""
+        return self._stores.hosts
+
+    @property
+    def port(self) -> int:
+        """Where the machines meet."""
+        return self._stores.port
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there never are other machines."""
+        return self._most == 1
+
+    @property
+    def may_change(self) -> bool:
+        """Whether machines may come and go."""
+        return self._least != self._most
 
     def get_backend(self) -> str:
         """Name this kind of meeting; torch puts it into its own events."""
@@ -61,10 +77,11 @@ class MachineMeeting(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all machines, and give the ranks of this round a store that is empty."""
         self._round += 1
-        if self.nodes > 1:
+        if not self.is_alone:
             self._gather()
-        port = self.port if self._round == 1 else self._fresh_port()
-        where = RendezvousStoreInfo(self.address, port)
+        else:
+            self._stores.begin(self._round)
+        where = self._stores.ranks_meet_at(self._round)
         corner = PrefixStore(f"paceline/launchers/{self._round}", self._store)
         assert self.node_rank is not None
         return RendezvousInfo(corner, self.node_rank, self.nodes, where)
@@ -78,7 +95,7 @@ class MachineMeeting(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Count the machines that have gone on to the next round, where this one shall follow."""
-        if self.nodes == 1:
+        if self.is_alone:
             return 0
         return self._store.add(f"paceline/round/{self._round + 1}", 0)
 
@@ -88,16 +105,17 @@ class MachineMeeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave; the first machine lets the others read why."""
-        if self.nodes > 1:
+        if not self.is_alone:
             with suppress(DistError, RuntimeError):
                 self._store.add("paceline/left", 1)
                 if self.hosts:
                     self._until(self._alone, _GOODBYE)
+        self._stores.close()
         return True
 
     def _alone(self) -> bool:
         """Whether all other machines that came have left."""
-        came = self._store.add("paceline/round/1", 0)
+        came = self._store.add("paceline/came", 0)
         return self._store.add("paceline/left", 0) >= came
 
     # -- failures of other machines -----------------------------------------------------------
@@ -108,7 +126,7 @@ class MachineMeeting(RendezvousHandler):
         What is only a consequence (not ``final``) waits a little for its cause to be told.
         ``ranks`` are this machine's, which have all ended.
         """
-        if self.nodes == 1:
+        if self.is_alone or self.may_change:  # then the others go on without this one
             return headline
         with suppress(DistError, RuntimeError):
             words = " ".join(map(str, ranks))
@@ -123,7 +141,7 @@ class MachineMeeting(RendezvousHandler):
 
     def failure(self) -> str:
         """Why another machine gave up; empty while none has."""
-        if self.nodes == 1:
+        if self.is_alone:
             return ""
         try:
             if self._store.check(["paceline/failure"]):
@@ -172,116 +190,65 @@ class MachineMeeting(RendezvousHandler):
             time.sleep(_LOOK)
         return True
 
-    # -- stores -------------------------------------------------------------------------------
-
-    def _open(self) -> Store:
-        if self.node_rank is None or self.hosts:
-            with suppress(_ElsewhereError):
-                store, self.port = self._host(self.port)
-                self.hosts = True
-                return store
-        return self._join()
-
-    def _host(self, port: int) -> tuple[Store, int]:
-        """Open a store on the address we were told; port 0 takes one that is free."""
-        try:
-            listener = _listen(self.address, port, alone=self.nodes == 1)
-        except OSError as error:
-            raise self._cannot_listen(error, port) from None
-        number = listener.getsockname()[1]
-        store = TCPStore(
-            self.address,
-            number,
-            None,
-            True,
-            self.timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self._latest = store  # the server lives as long as this object
-        return store, number
-
-    def _cannot_listen(self, error: OSError, port: int) -> Exception:
-        if self.node_rank is None and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            return _ElsewhereError()  # another launcher of this run, here or on its machine
-        if error.errno == errno.EADDRINUSE:
-            return PortTakenError(
-                f"port {port} on {self.address} is taken by another process",
-                "Leave --master-port out to take a free one, or give another.",
-                port,
-            )
-        return LaunchError(
-            f"cannot listen on {self.address}:{port} ({error.strerror or error})",
-            "The address has to be one of the machine with --node-rank 0.",
-        )
-
-    def _join(self) -> Store:
-        """Reach the first machine's store; it may come later, but answers at once when it has.
-
-        torch waits without end for the first answer, which may have to come from anybody who
-        listens there, and holds up signals meanwhile; hence a thread, which is left behind.
-        """
-        limit = _ANSWER.total_seconds() if _somebody_listens(self.address, self.port) else None
-        answer: Future[Store] = Future()
-        Thread(target=lambda: _put(answer, self._reach), daemon=True).start()
-        try:
-            return answer.result(limit)
-        except FutureTimeoutError:  # until Python 3.11 not the builtin
-            raise PortTakenError(
-                f"{self.address}:{self.port} belongs to another program, no launcher of this run",
-                "Give every machine another port.",
-                self.port,
-            ) from None
-
-    def _reach(self) -> Store:
-        try:
-            return TCPStore(
-                self.address, self.port, None, False, self.timeout, wait_for_workers=False
-            )
-        except (DistError, RuntimeError):
-            raise LaunchError(
-                f"nobody answered at {self.address}:{self.port} "
-                f"within {self.timeout.total_seconds():g} s",
-                "Start paceline on the machine of that address too, and see that the port is open.",
-            ) from None
-
-    def _fresh_port(self) -> int:
-        """A new, empty store for a new round, from the first machine."""
-        key = f"paceline/port/{self._round}"
-        if self.hosts:
-            _, port = self._host(0)
-            self._store.set(key, str(port))
-        self._until(lambda: self._store.check([key]), self.timeout)
-        return int(self._store.get(key))
-
     # -- several machines ---------------------------------------------------------------------
 
     def _gather(self) -> None:
         if self._round == 1:
             self._agree_on_nodes()
+            self._store.add("paceline/came", 1)
+        if self.hosts:
+            self._stores.begin(self._round)
         here = self._store.add(f"paceline/round/{self._round}", 1)
         done = f"paceline/round/{self._round}/all"
+        if self.may_change:
+            return self._gather_some(here, done)
         if here == self.nodes:
             self._store.set(done, "")
+        self._wait_for(done)
+        return None
+
+    def _gather_some(self, here: int, done: str) -> None:
+        """Take part in a round of as many machines as come in time, or wait for the next."""
+        if self.hosts:
+            self._close_round(done)
+        self._wait_for(done)
+        self.nodes = int(self._store.get(done))
+        if here > self.nodes:  # too late for this one; the others see that it waits
+            self._round += 1
+            self._gather()
+        else:
+            self.node_rank = here - 1
+
+    def _close_round(self, done: str) -> None:
+        """Wait for the least, then a while for more; who comes later waits for the next round."""
+        key = f"paceline/round/{self._round}"
+        self._until(lambda: self._store.add(key, 0) >= self._least, self.timeout)
+        if self._store.add(key, 0) >= self._least:
+            self._until(lambda: self._store.add(key, 0) >= self._most, self._last_call)
+            self._store.set(done, str(min(self._store.add(key, 0), self._most)))
+
+    def _wait_for(self, done: str) -> None:
         if not self._until(lambda: self._store.check([done]), self.timeout):
             came = self._store.add(f"paceline/round/{self._round}", 0)
             raise LaunchCountError(
-                f"{came} of {self.nodes} machines came within {self.timeout.total_seconds():g} s",
+                f"{came} of {self._least} machines came within {self.timeout.total_seconds():g} s",
                 "Start paceline on every machine, with the same --nnodes and endpoint.",
-                self.nodes,
+                self._least,
                 came,
             )
 
     def _agree_on_nodes(self) -> None:
-        others = int(self._store.compare_set("paceline/nodes", "", str(self.nodes)) or self.nodes)
-        if others != self.nodes:
+        mine = f"{self._least}:{self._most}" if self.may_change else str(self._most)
+        others = (self._store.compare_set("paceline/nodes", "", mine) or mine.encode()).decode()
+        if others != mine:
             raise LaunchCountError(
-                f"--nnodes is {self.nodes} here and {others} on another machine",
+                f"--nnodes is {mine} here and {others} on another machine",
                 "Give every machine the same.",
-                self.nodes,
-                others,
+                self._most,
+                int(others.rpartition(":")[2]),
             )
-        self.node_rank = self._claim_number()
+        if not self.may_change:  # else they are numbered in each round, as they come
+            self.node_rank = self._claim_number()
 
     def _claim_number(self) -> int:
         number = self.node_rank
@@ -295,43 +262,3 @@ class MachineMeeting(RendezvousHandler):
                 number + 1,
             )
         return number
-
-
-class _ElsewhereError(Exception):
-    """The store is kept by another launcher."""
-
-
-def _put(answer: Future[Store], action: Callable[[], Store]) -> None:
-    try:
-        answer.set_result(action())
-    except Exception as error:
-        answer.set_exception(error)
-
-
-def _somebody_listens(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=_PATIENCE.total_seconds()):
-            return True
-    except OSError:
-        return False
-
-
-def _listen(address: str, port: int, alone: bool) -> socket.socket:
-    family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    own_name_only = ipaddress.ip_address(where[0]).is_loopback and not _is_literal(address)
-    if own_name_only and not alone:
-        where = ("", port)  # /etc/hosts maps the machine's name to loopback: take every interface
-        family = socket.AF_INET
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _is_literal(address: str) -> bool:
-    return address == "localhost" or address.replace(".", "").isdigit() or ":" in address

@@ -45,6 +45,7 @@ class Asked:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     ranks_per_gpu: int = 1
+    key: str | None = None  # a file, or "none"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Launch:
     run_id: str = ""
     why: str = ""  # how nproc came about, where it was not given
     seats: tuple[Mapping[str, str], ...] = ()  # variables of each local rank, if they differ
+    key: str = ""  # the file that machines know each other by; empty: they do not ask
 
     @property
     def elastic(self) -> bool:
@@ -163,7 +165,19 @@ def _by_hand(asked: Asked, machine: Machine) -> Launch:
     if asked.node_rank is not None:
         _check_node_rank(asked.node_rank, most)
     run_id = asked.rdzv_id or f"{address}:{port}"
-    return Launch(nproc, least, most, asked.node_rank, address, port, run_id, why)
+    key = _key_of(asked, most)
+    return Launch(nproc, least, most, asked.node_rank, address, port, run_id, why, key=key)
+
+
+def _key_of(asked: Asked, machines: int) -> str:
+    """The file that machines know each other by; empty where they need not."""
+    if asked.key is None:
+        raise LaunchError(
+            f"{machines} machines have to know each other from strangers",
+            "Make a key once with paceline run --new-key FILE, give every machine a copy, and "
+            "start each with --key FILE; or with --key none on a network that only they are on.",
+        )
+    return "" if asked.key == "none" else asked.key
 
 
 def choose_nproc(asked: str | None, machine: Machine, per_gpu: int = 1) -> tuple[int, str]:
@@ -256,7 +270,8 @@ def _one_machine_of(task: ScheduledTask, asked: Asked, machine: Machine) -> Laun
     if task.nodes == 1:
         return Launch(nproc, 1, 1, 0, "127.0.0.1", asked.master_port or 0, "", why)
     address, port = _address(task, asked), asked.master_port or port_of(task.job)
-    return Launch(nproc, task.nodes, task.nodes, task.node_rank, address, port, task.job, why)
+    nodes, rank, key = task.nodes, task.node_rank, _key_of(asked, task.nodes)
+    return Launch(nproc, nodes, nodes, rank, address, port, task.job, why, key=key)
 
 
 def _one_rank_of(task: ScheduledTask, asked: Asked) -> Become:

@@ -61,7 +61,7 @@ def start(
 
 
 def _start_elastic(plan: Launch, script: Script, elastic: Elastic, shown: Collection[int]) -> int:
-    if plan.max_nodes > 1 and not elastic.key:
+    if plan.max_nodes > 1 and not plan.key:
         raise LaunchError(
             f"--nnodes is {plan.max_nodes}, and hosts of an elastic job show each other "
             "certificates",

@@ -62,11 +62,11 @@ class DistantKeeper:
         self._porter.close()
 
 
-def open_keeper(plan: Launch, key: str, path: str, command: Sequence[str], folder: Path) -> Keeping:
+def open_keeper(plan: Launch, path: str, command: Sequence[str], folder: Path) -> Keeping:
     """A keeper that listens at ``path`` here, be it of this host or of the first of several."""
     if plan.max_nodes == 1:
         return KeeperProcess(command, folder)
-    identity = JobKey.read(key).identity(AGENT)
+    identity = JobKey.read(plan.key).identity(AGENT)
     listener = _listen_if_first(plan)
     if listener is None:
         return DistantKeeper(path, (plan.address, plan.port), identity)

@@ -39,7 +39,6 @@ class Elastic:
     heartbeat: float = 60.0
     grace: float = 30.0
     patience: float = 2.0
-    key: str = ""  # the file that all hosts of the job have
 
 
 def launch_elastic(
@@ -80,7 +79,7 @@ def _agent(
         Places(size),
         MemberStart(command, environment, plan.seats),
         AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after, elastic.heartbeat),
-        open_keeper(plan, elastic.key, path, _keeper(plan, elastic, path), folder),
+        open_keeper(plan, path, _keeper(plan, elastic, path), folder),
         KeeperLink(path),
         OutputReader(),
         folder,
