@@ -89,16 +89,26 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(nproc: str) -> None:
 def test_several_machines_need_a_place_to_meet() -> None:
     with pytest.raises(LaunchError, match="rdzv-endpoint"):
         make_plan(Asked("2", "2"), {}, CORES)
-    plan = make_plan(Asked("2", "2", rdzv_endpoint="head:2000"), {}, CORES)
+    plan = make_plan(Asked("2", "2", rdzv_endpoint="head:2000", key="none"), {}, CORES)
     assert isinstance(plan, Launch)
     assert (plan.address, plan.port, plan.node_rank, plan.elastic) == ("head", 2000, None, False)
-    plan = make_plan(Asked("2", "2", 1, "head", 2000), {}, CORES)
+    plan = make_plan(Asked("2", "2", 1, "head", 2000, key="job.key"), {}, CORES)
     assert isinstance(plan, Launch)
     assert (plan.address, plan.port, plan.node_rank) == ("head", 2000, 1)
 
 
+def test_several_machines_need_a_key_or_the_word_that_they_do_without() -> None:
+    here = {"rdzv_endpoint": "head:2000"}
+    with pytest.raises(LaunchError, match="--new-key"):
+        make_plan(Asked("2", "2", **here), {}, CORES)
+    with pytest.raises(LaunchError, match="--key none"):
+        make_plan(Asked(), srun(1, 3, 3, "1(x3)"), GPUS)
+    plans = [make_plan(Asked("2", "2", key=key, **here), {}, CORES) for key in ("none", "a/file")]
+    assert [plan.key for plan in plans] == ["", "a/file"]
+
+
 def test_a_range_of_machines_is_elastic() -> None:
-    plan = make_plan(Asked("2", "1:4", rdzv_endpoint="[::1]:2000"), {}, CORES)
+    plan = make_plan(Asked("2", "1:4", rdzv_endpoint="[::1]:2000", key="none"), {}, CORES)
     assert isinstance(plan, Launch)
     assert (plan.min_nodes, plan.max_nodes, plan.elastic, plan.address) == (1, 4, True, "::1")
 
@@ -162,7 +172,7 @@ def test_srun_on_one_machine_meets_on_loopback() -> None:
 
 
 def test_srun_with_a_task_for_each_machine_starts_the_ranks_there() -> None:
-    plan = make_plan(Asked(), srun(1, 3, 3, "1(x3)"), GPUS)
+    plan = make_plan(Asked(key="job.key"), srun(1, 3, 3, "1(x3)"), GPUS)
     assert isinstance(plan, Launch)
     assert (plan.nproc, plan.min_nodes, plan.max_nodes, plan.node_rank) == (4, 3, 3, 1)
     assert (plan.address, plan.run_id) == ("node08", "slurm 4711.0")
@@ -202,7 +212,7 @@ def test_mpirun_over_machines_needs_to_be_told_where_rank_0_is() -> None:
 
 
 def test_mpirun_with_a_task_for_each_machine_starts_the_ranks_there_if_told_how_many() -> None:
-    plan = make_plan(Asked("4", master_addr="head"), openmpi(1, 2, 1), CORES)
+    plan = make_plan(Asked("4", master_addr="head", key="none"), openmpi(1, 2, 1), CORES)
     assert isinstance(plan, Launch)
     assert (plan.nproc, plan.max_nodes, plan.node_rank) == (4, 2, 1)
     assert isinstance(make_plan(Asked(master_addr="head"), openmpi(1, 2, 1), CORES), Become)
