@@ -6,7 +6,7 @@ stands alone, and several meet in the way that their number allows.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -102,20 +102,14 @@ _KEY = _option(
     "What machines know each other by: a copy of the same file on each (--new-key makes it). none: "
     "whoever reaches the port can join, as with torchrun.",
 )
-_NEW_KEY = typer.Option(
-    help="Make such a file, and do nothing else.",
-    metavar="FILE",
-    rich_help_panel=_MACHINES,
-    is_eager=True,
-    callback=lambda path: _make_key(path) if path else None,
-)
+_NEW_KEY = _option(_MACHINES, "FILE", "Make such a file, and do nothing else.")
 _RAY = _option(
     _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
 )
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")],
+    script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")] = "",
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
     nproc: Annotated[str | None, _NPROC] = None,
     ranks_per_gpu: Annotated[int, _RANKS_PER_GPU] = 1,
@@ -155,6 +149,10 @@ def run(
 
     For example: paceline run --nproc 4 train.py --lr 0.1
     """
+    if new_key is not None:
+        return _make_key(new_key)
+    if not script:
+        raise typer.BadParameter("Missing argument 'SCRIPT'.")
     from ...errors import LaunchError, StrangerError
     from .elastic import Elastic
     from .launch import Conduct, Script
@@ -195,8 +193,8 @@ def run(
         say.fail(str(error))
 
 
-def _make_key(path: str) -> NoReturn:
-    """Write a new key file, and end."""
+def _make_key(path: str) -> int:
+    """Write a new key file."""
     from ..._doors import JobKey
     from ...errors import LaunchError
 
@@ -205,4 +203,4 @@ def _make_key(path: str) -> NoReturn:
     except LaunchError as error:
         say.fail(str(error))
     say.note(f"{path} is the key of a job: give every machine a copy, and nobody else")
-    raise typer.Exit
+    return 0
