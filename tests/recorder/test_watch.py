@@ -90,13 +90,14 @@ def test_a_call_that_a_device_does_not_end_is_explained(capfd: pytest.CaptureFix
         assert group.board is not None
         group.board.marks = queues[group.rank()]
         group.all_reduce(torch.ones(3))  # returns, as on a device
+        entry = group.board.on_device
+        assert entry is not None
         if group.rank() == 0:
             while not events.notes:
                 watch.look()
             queues[0].done = queues[1].done = True
             watch.look()
-            assert group.board.on_device is not None
-            assert group.board.on_device.finished
+            assert entry.finished
             explained.set()
         assert explained.wait(DEADLINE)
         group.board.marks = None
