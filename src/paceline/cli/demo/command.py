@@ -66,6 +66,9 @@ def demo(
     compare: Annotated[
         bool, typer.Option(help="Time some steps against torch's DistributedDataParallel.")
     ] = True,
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Train twice, the second time with ranks being killed.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.html and the recorded run.")] = Path(
         "paceline-demo"
     ),
@@ -77,6 +80,8 @@ def demo(
     DistributedDataParallel over gloo, and where the report of the run is.
     """
     ranks = _count(nproc)
+    if chaos:
+        _be_chaotic(ranks, steps, out)
     _check(model.value, backend.value, seconds)
     _make_folder(out)
     _tell_what_auto_picks(backend.value)
@@ -84,6 +89,20 @@ def demo(
     with _polite_ends():
         ending = _run(plan, ranks)
     _tell(plan, ending, ranks, out)
+
+
+def _be_chaotic(ranks: int, steps: int | None, out: Path) -> NoReturn:
+    """``--chaos``: the GPT, elastic, on two ranks at least."""
+    from .chaos import STEPS, chaos
+
+    _make_folder(out)
+    with _polite_ends():
+        try:
+            code = chaos(max(2, ranks), steps or STEPS, out)
+        except KeyboardInterrupt:
+            say.complain("stopped; all ranks are ended.")
+            code = 130
+    raise typer.Exit(code)
 
 
 def _count(nproc: str) -> int:

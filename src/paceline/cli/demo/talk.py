@@ -42,7 +42,30 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Message = Tick | Checked | Stage
+class MemberStarts(msgspec.Struct, frozen=True, tag=True):
+    """A member of an elastic job runs, and is about to take part."""
+
+    member: int
+    pid: int
+
+
+class ShardLoss(msgspec.Struct, frozen=True, tag=True):
+    """The loss of one shard of a step, as one member has computed it."""
+
+    member: int
+    step: int
+    shard: int
+    loss: float
+
+
+class MemberEnds(msgspec.Struct, frozen=True, tag=True):
+    """A member has left."""
+
+    member: int
+    digest: str  # of its weights; empty if it never had those of the job
+
+
+Message = Tick | Checked | Stage | MemberStarts | ShardLoss | MemberEnds
 
 
 class Teller:

@@ -1,0 +1,157 @@
+"""``paceline demo --chaos``: the same training twice, the second time with members being killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+from .. import say
+from .chaos_board import SHARDS, ChaosBoard, chaos_page
+from .live import REDRAW
+from .talk import Message, TalkListener
+
+STEPS = 300
+KILL_EVERY = 4.0  # seconds, from when members train again
+_LINE_EVERY = 5.0  # seconds, where nothing can be drawn
+_PAUSE = 0.05
+_MEMBER = "paceline.cli.demo.chaos_member"
+
+
+def chaos(ranks: int, steps: int, out: Path, every: float = KILL_EVERY) -> int:
+    """Train without faults, then with members killed every few seconds; 0 if both are the same."""
+    board, inbox = ChaosBoard(steps, SHARDS), SimpleQueue[Message]()
+    view = _open_view(board)
+    with TalkListener(inbox.put) as listener:
+
+        def look(now: float) -> None:
+            while not inbox.empty():
+                board.hear(inbox.get())
+            killer.look(now)
+            view.show()
+
+        killer = Killer(board, every)
+        try:
+            codes = [_run(_command(listener.address, steps, ranks, 0), out / "calm.txt", look)]
+            if not codes[0]:
+                board.begin_rough()
+                rough = _command(listener.address, steps, ranks, spares=1)
+                codes.append(_run(rough, out / "chaos.txt", look))
+        finally:
+            view.close()
+    return _tell(board, codes, out)
+
+
+class Killer:
+    """Kills one of the members that train, some seconds after they began to or began again."""
+
+    def __init__(self, board: ChaosBoard, every: float, seed: int = 0) -> None:
+        self._board, self._every = board, every
+        self._due = 0.0
+        self._draw = random.Random(seed)
+
+    def look(self, now: float) -> None:
+        """Kill one if it is time; the last one is left, since nobody would have its weights."""
+        trains = sorted(self._board.training & self._board.pids.keys())
+        if len(trains) < 2 or not self._board.is_rough:
+            self._due = now + self._every
+        elif now >= self._due:
+            self._due = now + self._every
+            with suppress(ProcessLookupError):
+                os.kill(self._board.kill(self._draw.choice(trains)), signal.SIGKILL)
+
+
+def _command(address: str, steps: int, ranks: int, spares: int) -> list[str]:
+    """What runs the job, with members that tell ``address`` how they do."""
+    options = ["--elastic", "--nproc", str(ranks), "--spares", str(spares), "-m", _MEMBER]
+    return [sys.executable, "-m", "paceline", "run", *options, address, str(steps)]
+
+
+def _run(command: list[str], log: Path, look: Callable[[float], None]) -> int:
+    """Run a job, looking after it; what its launcher says goes into ``log``."""
+    with (
+        log.open("wb") as said,
+        subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True) as job,
+    ):
+        try:
+            while job.poll() is None:
+                look(time.monotonic())
+                time.sleep(_PAUSE)
+            look(time.monotonic())
+        finally:
+            if job.poll() is None:
+                job.terminate()  # members leave after their step
+    return job.returncode
+
+
+def _tell(board: ChaosBoard, codes: list[int], out: Path) -> int:
+    """Say whether both runs came to the same weights; returns the exit code."""
+    if any(codes):
+        which = "without faults" if codes[0] else "with kills"
+        name = "calm.txt" if codes[0] else "chaos.txt"
+        say.complain(f"the run {which} ended with exit code {max(codes)}; see {out / name}")
+        return 1
+    differ = board.rough.differs_from(board.calm)
+    one = "member was" if len(board.killed) == 1 else "members were"
+    print(f"{len(board.killed)} {one} killed in {board.steps} steps.")
+    if differ or board.calm.digests != board.rough.digests or not board.calm.digests:
+        where = f"step {differ[0]}" if differ else "the weights at the end"
+        say.complain(f"the two runs are not the same, first in {where}")
+        return 1
+    print("Every loss and the weights at the end are those of the run without faults, bit by bit.")
+    print(f"What the launcher said of it: {(out / 'chaos.txt').resolve()}")
+    return 0
+
+
+class ChaosLines:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, board: ChaosBoard) -> None:
+        self._board, self._due, self._killed = board, 0.0, 0
+
+    def show(self) -> None:
+        """Print a line if it is time for one, or somebody was killed."""
+        now, killed = time.monotonic(), len(self._board.killed)
+        if now >= self._due or killed != self._killed:
+            if killed != self._killed:
+                member, step = self._board.killed[-1]
+                print(f"member {member} is killed in step {step}", flush=True)
+            self._due, self._killed = now + _LINE_EVERY, killed
+            print(self._board.line(), flush=True)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class ChaosPage:
+    """A page in the terminal, drawn anew a few times a second."""
+
+    def __init__(self, board: ChaosBoard) -> None:
+        from rich.live import Live
+
+        self._board, self._due = board, 0.0
+        self._live = Live(chaos_page(board), auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def show(self) -> None:
+        """Draw, unless that was just done."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + REDRAW
+            self._live.update(chaos_page(self._board), refresh=True)
+
+    def close(self) -> None:
+        """Draw a last time and leave the page where it is."""
+        self._live.update(chaos_page(self._board), refresh=True)
+        self._live.stop()
+
+
+def _open_view(board: ChaosBoard) -> ChaosPage | ChaosLines:
+    draws = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return ChaosPage(board) if draws else ChaosLines(board)
