@@ -90,7 +90,14 @@ def _trained(meeting: Meeting, backend: str) -> list[Tensor]:
         return trained(group, backend)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_ranks_have_the_bits_of_one() -> None:
+    (alone,) = run_ranks(1, lambda group: trained(group, "eager", epochs=1))
+    for found in run_ranks(2, lambda group: trained(group, "eager", epochs=1)):
+        assert all(torch.equal(p, q) for p, q in zip(found, alone, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_bits_are_the_same_on_any_number_of_ranks(backend: str) -> None:
     alone, *_ = spawn_ranks(1, _trained, backend, deadline=300)
     for found in spawn_ranks(3, _trained, backend, deadline=300):
