@@ -66,6 +66,8 @@ def train(
     lr: float = 0.05,
     outcome: Outcome | None = None,
     prepare: Callable[..., None] = lambda **things: None,
+    samples: Any = None,
+    workers: int = 0,
     **options: Any,
 ) -> Outcome:
     """Train to the end; ``moment`` is called at every place where a rank may be lost."""
@@ -75,7 +77,8 @@ def train(
     ddp = paceline.DistributedDataParallel(model, process_group=group, shards=SHARDS)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.5)
-    loader = ShardedLoader(dataset(), shards=SHARDS, batch=BATCH, group=group)
+    data = dataset() if samples is None else samples
+    loader = ShardedLoader(data, shards=SHARDS, batch=BATCH, group=group, num_workers=workers)
     with elastic.job(ddp, optimizer, loader, epochs=epochs, members=members, **options) as job:
         job.register("scheduler", scheduler, in_shards=False)
         prepare(job=job, ddp=ddp, optimizer=optimizer, group=group)
@@ -100,6 +103,7 @@ def train(
         outcome.steps, outcome.left = job.steps, job.left
     outcome.weights = {n: t.detach().clone() for n, t in model.state_dict().items()}
     outcome.moments = optimizer.state_dict()
+    loader.close()
     group.shutdown()
     return outcome
 

@@ -8,10 +8,12 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from paceline import elastic
 from paceline.errors import (
@@ -23,7 +25,7 @@ from paceline.errors import (
     StepMismatchError,
 )
 
-from .runs import SAMPLES, Moment, Outcome, Ranks, require_equal, train
+from .runs import SAMPLES, Moment, Outcome, Ranks, dataset, require_equal, train
 from .test_job import kill_at, survivors, undisturbed
 
 
@@ -310,3 +312,25 @@ def test_steps_as_a_function_are_called_again_when_their_own_collectives_lose_a_
         ranks.start(prepare=prepare_of(number), epochs=1)
     survivors(ranks.wait())
     assert runs == [0, 1, 2, 2, 3, 4]
+
+
+class Deadly(Dataset[Any]):
+    """Ends the worker process that reads sample 60, the first time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples, self.flag, self.parent = dataset(), folder / "read", os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 60 and os.getpid() != self.parent and not self.flag.exists():
+            self.flag.touch()
+            os._exit(3)
+        return self.samples[number]
+
+
+def test_a_data_worker_that_dies_costs_no_sample(tmp_path: Path) -> None:
+    outcome = train(None, samples=Deadly(tmp_path), workers=1)
+    assert (tmp_path / "read").exists()
+    require_equal(outcome, undisturbed())

@@ -8,14 +8,14 @@ interrupted leaves a rank's state as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import StateCopyError
 from ..groups import Group, ReduceOp
-from .digests import digest
+from .digests import digests
 from .state import JobState
 
 _PIECE = 16 * 1024 * 1024  # bytes
@@ -26,31 +26,28 @@ def hand_over(group: Group, root: int, state: JobState | None, *, wanted: bool) 
     """Give the root's ``state`` to the ranks that want it, which get it; all ranks call it."""
     said: Any = group.broadcast_object(_head(state) if state is not None else None, root)
     if state is not None:
-        tensors = [_flat(tensor) for tensor in state.tensors.values()]
-        _send(group, root, tensors)
+        _send(group, root, [_flat(tensor) for tensor in state.tensors.values()])
+        group.broadcast_object(dict(state.digests), root)  # made while the others make theirs
         _agree(group, [])
         return None
     tensors = [_room(row, group.device) for row in said["tensors"]] if wanted else []
     sizes = [row[3] for row in said["tensors"]]
     _receive(group, root, sizes, [_flat(tensor) for tensor in tensors])
     named = {row[0]: tensor for row, tensor in zip(said["tensors"], tensors, strict=False)}
-    _agree(group, [row[0] for row in said["tensors"] if wanted and digest(named[row[0]]) != row[5]])
-    if not wanted:
-        return None
-    known = {row[0]: row[5] for row in said["tensors"]}
-    return JobState(said["steps"], said["plain"], named, known)
+    mine, theirs = digests(named), cast("dict[str, int]", group.broadcast_object(None, root))
+    _agree(group, [name for name, number in mine.items() if number != theirs[name]])
+    return JobState(said["steps"], said["plain"], named, mine) if wanted else None
 
 
 def _head(state: JobState) -> dict[str, Any]:
     rows = [
-        [name, t.dtype, list(t.shape), t.nbytes, t.device.type, state.digests[name]]
-        for name, t in state.tensors.items()
+        [name, t.dtype, list(t.shape), t.nbytes, t.device.type] for name, t in state.tensors.items()
     ]
     return {"steps": state.steps, "plain": state.plain, "tensors": rows}
 
 
 def _room(row: Sequence[Any], home: torch.device) -> Tensor:
-    _, dtype, shape, _, kind, _ = row
+    _, dtype, shape, _, kind = row
     return torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else home)
 
 

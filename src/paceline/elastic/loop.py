@@ -266,10 +266,10 @@ class Job:
         if not dismissed:
             self._why = None
             return None
-        self._save(final=True)
         self.left, self._over = dismissed, True
         if self._crew is not None:
-            self._crew.members.leave(dismissed)
+            self._crew.members.leave(dismissed)  # first: the others wait for it
+        self._save(final=True)
         return None
 
     def _is_due(self, every: int, last: int) -> bool:

@@ -115,6 +115,8 @@ class Saves:
             try:
                 state = read(path)
             except Exception as error:
+                if not path.is_dir():  # somebody has removed it meanwhile
+                    continue
                 wrong[path.name] = f"{type(error).__name__}: {error}"
                 log.warning("%s is not whole and left out: %s", path, wrong[path.name])
                 continue
