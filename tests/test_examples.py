@@ -222,3 +222,15 @@ def test_the_benchmark_of_peers_measures_what_is_here_and_names_what_is_not(
     ours, theirs = lines[-2:]
     assert re.fullmatch(r"\| paceline, shm \| \d+\.\d{3} \(.*\) \|", ours)
     assert theirs == "| Horovod, OpenMPI | not installed: the system has no mpirun |"
+
+
+@pytest.mark.slow
+@needs_shm
+def test_the_benchmark_of_goodput_saves_what_it_printed(tmp_path: Path) -> None:
+    saved = tmp_path / "goodput.md"
+    few = ["--ranks", "2", "--seconds", "15", "--every", "6", "--ways", "elastic", "--no-overhead"]
+    lines = run("benchmarks/goodput.py", *few, "--save", str(saved), deadline=240)
+    assert saved.read_text().splitlines() == lines
+    killed = [cell.strip() for cell in lines[-1].split("|")]
+    assert int(killed[3]) >= 1
+    assert int(killed[4]) > 0
