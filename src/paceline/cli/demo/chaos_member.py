@@ -24,7 +24,7 @@ from .text import load_text
 BATCH, CONTEXT = 16, 64
 
 
-class Stretches(Dataset[Tensor]):
+class TextStretches(Dataset[Tensor]):
     """Stretches of the library's source, each with the character after it."""
 
     def __init__(self, count: int) -> None:
@@ -55,7 +55,7 @@ def main(address: str, steps: int) -> None:
     model = gpt.CharGPT(context=CONTEXT, width=64, heads=2)
     ddp = DistributedDataParallel(model, process_group=group, shards=SHARDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    loader = ShardedLoader(Stretches(steps * BATCH), shards=SHARDS, batch=BATCH, group=group)
+    loader = ShardedLoader(TextStretches(steps * BATCH), shards=SHARDS, batch=BATCH, group=group)
     with Teller(address) as teller:
         teller.tell(MemberStarts(member, os.getpid()))
         with elastic.job(ddp, optimizer, loader) as job:
