@@ -25,7 +25,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel programs check types docs bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel programs check types docs chaos bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,9 @@ integrations: $(READY) ## install Accelerate, transformers and Lightning, and te
 bench-peers: $(READY) ## install the peers in .venv-peers and measure all of them in one table
 	$(BIN)/python benchmarks/peers_setup.py
 	.venv-peers/bin/python benchmarks/peers.py
+
+chaos: $(READY) ## kill and stop ranks while they train, and compare the weights; FAULTS= and ENGINES= choose
+	$(BIN)/python benchmarks/chaos.py $(if $(ENGINES),--engines $(ENGINES)) $(if $(FAULTS),--faults $(FAULTS))
 
 bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/collectives.py

@@ -1,0 +1,217 @@
+"""Do ranks that are killed or stopped while they train cost anything but a moment?
+
+    python benchmarks/chaos.py                          every fault, over shm and over gloo
+    python benchmarks/chaos.py --engines shm --faults rank keeper
+
+Three ranks and a spare train under ``paceline run --elastic``. Faults come one after the other,
+each when all three ranks train: *detected* is until the launcher says so, *went on* until two more
+steps are committed. A step waits 20 ms, so that there is time for a fault in it. A fault held if
+the others went on within its deadline; the run held if it ended well, with the weights of one
+process that trained alone, bit by bit. Exits with 1 if anything did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RANK = str(Path(__file__).with_name("chaos_rank.py"))
+PAUSE = 0.02  # seconds of a step
+DEADLINE = 60.0  # seconds for the others to go on, and for a member to be replaced
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Commit:
+    when: float
+    step: int
+    rank: int
+    pid: int
+    ranks: int
+
+
+@dataclass
+class Run:
+    """A launcher, what it says and when, and what its members commit."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    said: list[tuple[float, str]] = field(default_factory=list)
+
+    def listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append((time.monotonic(), line.rstrip()))
+
+    def commits(self) -> list[Commit]:
+        """The last of them."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_bytes().decode().splitlines()[-50:]
+        words = [line.split() for line in lines if len(line.split()) == 5]
+        return [Commit(float(w[0]), *map(int, w[1:])) for w in words]
+
+    def ranks(self) -> dict[int, int]:
+        """The processes of the ranks, if all have committed the same step lately."""
+        commits = self.commits()
+        last = [c for c in commits if c.step == commits[-1].step and c.ranks == RANKS]
+        return {c.rank: c.pid for c in last} if len(last) == RANKS else {}
+
+    def wait(self, what: Callable[[], object], seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not what() and time.monotonic() < until and self.process.poll() is None:
+            time.sleep(0.002)
+        return bool(what())
+
+    def keeper(self) -> int:
+        """The process that holds the list of members: of its two, the one that has the socket."""
+        for child in _children(self.process.pid):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            sockets = [_target(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+            if b"paceline._members" in command and sum("socket:" in s for s in sockets) > 1:
+                return child
+        raise LookupError("no keeper")
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for tasks in found for child in tasks.read_text().split()]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+# Each fault gets the run and the processes of its ranks.
+
+
+def rank(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(ranks[1], signal.SIGKILL)
+
+
+def rank_0(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(ranks[0], signal.SIGKILL)
+
+
+def two_at_once(run: Run, ranks: dict[int, int]) -> None:
+    for number in (0, 2):
+        os.kill(ranks[number], signal.SIGKILL)
+
+
+def during_recovery(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(ranks[1], signal.SIGKILL)
+    time.sleep(random.uniform(0.0, 0.02))
+    os.kill(ranks[0], signal.SIGKILL)
+
+
+def stopped(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(ranks[1], signal.SIGSTOP)
+
+
+def keeper(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(run.keeper(), signal.SIGKILL)
+
+
+def keeper_and_rank(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(run.keeper(), signal.SIGKILL)
+    os.kill(ranks[2], signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[Run, dict[int, int]], None]] = {
+    one.__name__: one
+    for one in (rank, rank_0, two_at_once, during_recovery, stopped, keeper, keeper_and_rank)
+}
+
+
+@contextmanager
+def launched(engine: str, steps: int, folder: Path) -> Iterator[Run]:
+    options = ["--elastic", "--nproc", str(RANKS), "--spares", "1", "--max-restarts", "100"]
+    command = [sys.executable, "-m", "paceline", "run", *options, "--backend", engine]
+    log = folder / f"{engine}.log"
+    words = [*command, RANK, str(log), str(steps), str(PAUSE)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, **pipes) as process:  # type: ignore[call-overload]
+        run = Run(process, log)
+        listener = threading.Thread(target=run.listen, daemon=True)
+        listener.start()
+        try:
+            yield run
+            process.wait(steps * PAUSE * 10 + DEADLINE)
+            listener.join(10)
+        finally:
+            process.terminate()
+
+
+def alone(steps: int, folder: Path) -> str:
+    """The weights of one process."""
+    log = str(folder / "alone.log")
+    words = [sys.executable, RANK, log, str(steps), "0"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[1]
+
+
+def suffer(run: Run, name: str) -> tuple[float, float] | None:
+    """Let a fault happen; seconds until it was noticed, and until a step was committed."""
+    if not run.wait(run.ranks, DEADLINE):
+        return None
+    ranks, heard = run.ranks(), len(run.said)
+    last = run.commits()[-1].step
+    begun = time.monotonic()
+    FAULTS[name](run, ranks)
+    if not run.wait(lambda: run.commits()[-1].step > last + 1, DEADLINE):
+        return None
+    went_on = next(c.when for c in run.commits() if c.step > last + 1) - begun
+    noticed = [when for when, line in run.said[heard:] if re.search("lost|replaced|ended", line)]
+    return (noticed[0] - begun if noticed else float("nan")), went_on
+
+
+def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Path) -> bool:
+    held = True
+    with launched(engine, steps, folder) as run:
+        for name in faults:
+            found = suffer(run, name)
+            held &= found is not None
+            times = (
+                "| — | — | **no** |"
+                if found is None
+                else "| {:.2f} s | {:.2f} s | yes |".format(*found)
+            )
+            print(f"| {name.replace('_', ' ')} | {engine} {times}", flush=True)
+    words = [line for _, line in run.said if "digest" in line]
+    equal = len(words) == 1 and words[0].endswith(expected) and run.process.returncode == 0
+    print(f"| *all of it* | {engine} | | | {'same bits' if equal else '**no**'} |", flush=True)
+    if not (held and equal):
+        print("\n".join(line for _, line in run.said[-60:]), file=sys.stderr)
+    return held and equal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Faults in a job that ranks leave and join.")
+    parser.add_argument("--engines", nargs="+", default=["shm", "gloo"])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=list(FAULTS))
+    parser.add_argument("--steps", type=int, default=0)
+    asked = parser.parse_args()
+    steps = asked.steps or 300 * len(asked.faults)
+    print("| fault | engine | detected | went on | held |\n|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = alone(steps, Path(folder))
+        held = [chaos(e, asked.faults, expected, steps, Path(folder)) for e in asked.engines]
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
