@@ -29,6 +29,7 @@ from pathlib import Path
 
 RANK = str(Path(__file__).with_name("chaos_rank.py"))
 PAUSE = 0.02  # seconds of a step
+STARTED = 180.0  # seconds until all ranks train
 DEADLINE = 60.0  # seconds for the others to go on, and for a member to be replaced
 RANKS = 3
 
@@ -166,17 +167,20 @@ def alone(steps: int, folder: Path) -> str:
 
 def suffer(run: Run, name: str) -> tuple[float, float] | None:
     """Let a fault happen; seconds until it was noticed, and until a step was committed."""
-    if not run.wait(run.ranks, DEADLINE):
+    if not run.wait(run.ranks, STARTED if not run.commits() else DEADLINE):
         return None
     ranks, heard = run.ranks(), len(run.said)
-    last = run.commits()[-1].step
     begun = time.monotonic()
     FAULTS[name](run, ranks)
+    last = run.commits()[-1].step
     if not run.wait(lambda: run.commits()[-1].step > last + 1, DEADLINE):
         return None
     went_on = next(c.when for c in run.commits() if c.step > last + 1) - begun
-    noticed = [when for when, line in run.said[heard:] if re.search("lost|replaced|ended", line)]
-    return (noticed[0] - begun if noticed else float("nan")), went_on
+
+    def noticed() -> list[float]:
+        return [when for when, line in run.said[heard:] if re.search("lost|replaced|ended", line)]
+
+    return (noticed()[0] - begun if run.wait(noticed, 5.0) else float("nan")), went_on
 
 
 def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Path) -> bool:
