@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,11 @@ with paceline.elastic.job(ddp, optimizer, loader) as job:
 if finished:
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
+    if "write" in faults:
+        draft = f"{faults['write']}/draft {me}"
+        with open(draft, "w") as file:
+            file.write(hashlib.sha256(weights).hexdigest())
+        os.replace(draft, f"{faults['write']}/weights {me}")
 """
 
 
@@ -127,3 +134,26 @@ def test_a_member_that_keeps_the_interpreter_for_two_seconds_is_not_lost(script,
     assert code == 0, said
     assert "lost" not in said
     assert weights(said) == {expected}
+
+
+def test_a_job_whose_launcher_is_killed_comes_to_its_end(script, expected, tmp_path) -> None:
+    start = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc", "2"]
+    with subprocess.Popen(
+        [*start, script, f"write={tmp_path}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as agent:
+        assert agent.stderr is not None
+        watchdog = threading.Timer(DEADLINE, agent.kill)
+        watchdog.start()
+        assert any("members 0, 1 train" in line for line in agent.stderr)
+        watchdog.cancel()
+        agent.kill()
+    found = [tmp_path / f"weights {member}" for member in (0, 1)]
+    until = time.monotonic() + DEADLINE
+    while not all(path.exists() for path in found):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert [path.read_text() for path in found] == [expected] * 2
