@@ -23,6 +23,7 @@ class Roster:
     def __init__(self) -> None:
         self.next, self.number = 0, 0
         self.living: set[int] = set()
+        self.gone: set[int] = set()  # what they said may be read after the agent's word
         self.well = False
 
     def answer(self, word: agents.AgentWord) -> list[msgspec.Struct]:
@@ -39,6 +40,7 @@ class Roster:
             return [] if self.living else [agents.Over(f"nobody is left ({word.why})", True)]
         if isinstance(word, agents.Gone):
             self.living.discard(word.member)
+            self.gone.add(word.member)
             self.well |= not word.failed
             if not self.living and self.well:
                 return [agents.Over("it is finished", False)]
@@ -87,8 +89,8 @@ def serve(path: str) -> None:
                     return
             answers = []
             if data.startswith(b"up"):  # a member: it says its number, and hears nothing
-                roster.living.add(int(data[2:]))
-                answers = roster.formed({})
+                roster.living |= {int(data[2:])} - roster.gone
+                answers = roster.formed({}) if roster.living else []
             else:
                 agent = connection if data else agent
                 key.data.extend(data)
