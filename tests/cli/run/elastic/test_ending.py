@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,10 +89,13 @@ def test_members_of_an_agent_that_is_killed_go_on_and_may_print(tmp_path) -> Non
         env=os.environ | {"TMPDIR": str(tmp_path)},
         start_new_session=True,
     ) as agent:
+        watchdog = threading.Timer(60, agent.kill)
+        watchdog.start()
         try:
             assert agent.stdout is not None
             assert [int(agent.stdout.readline().split()[1]) for _ in range(2)] == [agent.pid] * 2
         finally:
+            watchdog.cancel()
             agent.kill()
     (tmp_path / "killed").touch()
     _wait_for([tmp_path / "done 0", tmp_path / "done 1"])
