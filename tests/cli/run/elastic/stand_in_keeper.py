@@ -101,5 +101,5 @@ def serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read(1)
-    serve(sys.argv[1])
+    if sys.stdin.buffer.read(1):  # else the agent is gone that would have given the word
+        serve(sys.argv[1])
