@@ -27,7 +27,8 @@ def imported(*, at_top: bool) -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 found.add(node.module.split(".")[0])
-    return found - sys.stdlib_module_names - {"paceline"}
+    ours = {path.stem for path in (ROOT / "src").iterdir()}
+    return found - sys.stdlib_module_names - ours
 
 
 def test_everything_required_is_imported() -> None:

@@ -123,17 +123,24 @@ def run_blocks(meeting: Meeting, blocks: list[Block], before: Block) -> None:
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         if block.note != "continues":
+            wait_for_all(meeting, number)  # rank 0 holds the store, which others may still read
             close(names)
             meet_afresh(meeting, number)
             torch.manual_seed(meeting.rank)
-            page = sys.modules["__docs__"] = types.ModuleType(
-                "__docs__"
-            )  # for the compiler to find
+            sys.modules["__docs__"] = page = types.ModuleType("__docs__")  # the compiler looks
             names = vars(page)
             before.run(names)
         if block.note != "prelude":
             block.run(names)
     close(names)
+
+
+def wait_for_all(meeting: Meeting, number: int) -> None:
+    """Until all ranks have come to this block."""
+    store = meeting.store()
+    if store.add(f"come/{number}", 1) == meeting.size:
+        store.set(f"all/{number}", "here")
+    store.wait([f"all/{number}"])
 
 
 def meet_afresh(meeting: Meeting, number: int) -> None:

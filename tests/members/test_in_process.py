@@ -73,7 +73,7 @@ def test_a_meeting_that_nobody_else_comes_to_ends_with_their_names() -> None:
         members = begin(council, 2)
         with pytest.raises(MeetingTimeoutError) as raised:
             members[0].meet(HowFar(1, why="reset"), 0.05)
-        assert "member 1 (process 2 on threads)" in raised.value.why
+        assert "member 1 (process 2 on here)" in raised.value.why
         assert [r.number for r in meet_all(members, 1, "again")] == [2, 2]
 
 

@@ -8,6 +8,7 @@ each other. ``store_host.py`` answers the ranks of a run that stay the same. Imp
 does not import torch.
 """
 
+from . import messages as messages
 from .agents import (
     AgentHello,
     AgentWord,

@@ -40,7 +40,7 @@ class SharedCouncil:
         self.formed: list[Formed] = []
         self.over: Over | None = None
         self._service.open(AGENT)
-        self._service.hear(AGENT, AgentHello("threads", ranks=0), monotonic())
+        self._service.hear(AGENT, AgentHello("here", ranks=0), monotonic())
         self._thread = threading.Thread(target=self._run, name="paceline-council", daemon=True)
         self._thread.start()
 
@@ -48,7 +48,7 @@ class SharedCouncil:
         """Make one more member, as if a process had been started for it."""
         with self._lock:
             self._lines += 1
-            process = ProcessId("threads", self._lines)
+            process = ProcessId("here", self._lines)
             member = self._members[self._lines] = ThreadMember(self, self._lines, process)
             self._service.open(member.line)
             self._hear(member.line, Enrol(process))

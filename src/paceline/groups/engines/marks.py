@@ -7,16 +7,24 @@ microsecond; nobody asks about them unless a call takes too long.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 
 class DeviceMarks:
     """The marks of one engine's latest call."""
 
-    def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._before, self._behind = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self) -> None:
         self._has_before = self._has_behind = False
+
+    @cached_property
+    def _before(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    @cached_property
+    def _behind(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
 
     def comes(self) -> None:
         """A call is handed to the device next."""
