@@ -394,6 +394,25 @@ def test_a_new_keeper_waits_for_members_that_others_remember() -> None:
     assert again(hall, 1, old.council.current).startswith("it was given up: it did not come back")
 
 
+def test_a_new_keeper_hears_from_an_agent_who_died_with_the_one_before() -> None:
+    old = in_use(3)
+    hall = replaced(old)
+    again(hall, 0, old.council.current)
+    hall.meet(0, 5, "lost")
+    hall.council.agent(AgentHello("here", 2, {0: 0, 2: 2}, {1: "killed by SIGKILL"}), hall.now)
+    again(hall, 2, old.council.current)
+    hall.meet(2, 5, "lost")
+    assert hall.roster() == (0, 2)
+    assert hall.council.current.gone == {1: "killed by SIGKILL"}
+    # in whichever order
+    hall = replaced(old)
+    hall.council.agent(AgentHello("here", 2, {0: 0, 2: 2}, {1: "killed by SIGKILL"}), hall.now)
+    for member in (0, 2):
+        again(hall, member, old.council.current)
+        hall.meet(member, 5, "lost")
+    assert hall.roster() == (0, 2)
+
+
 def test_a_new_keeper_does_not_let_spares_begin_before_members_are_back() -> None:
     old = in_use(2, spares=1)
     hall = replaced(old)

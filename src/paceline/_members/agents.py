@@ -19,6 +19,8 @@ class AgentHello(msgspec.Struct, frozen=True, tag=True):
     members: dict[int, int] = {}
     """The processes that live here: their numbers and ids. Members that the keeper knows to be of
     this host and that are not among them are gone, and no number up to the largest is given."""
+    gone: dict[int, str] = {}
+    """Members whose ends it saw, the latest, in words: the last keeper may have died with them."""
 
 
 class Enlist(msgspec.Struct, frozen=True, tag=True):

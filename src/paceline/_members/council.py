@@ -125,6 +125,11 @@ class Council:
             if member in self.living and self.living[member].process == UNKNOWN:
                 self.living[member].process = ProcessId(word.host, pid)
             self.next_member = max(self.next_member, member + 1)
+        for member, why in word.gone.items():
+            if member in self.living:
+                self.lose(member, why, now)
+            elif member < self.next_member:
+                self.gone.setdefault(member, why)
         for member, living in list(self.living.items()):
             if word.host == (living.host or living.process.host) and member not in word.members:
                 self.lose(member, "its agent does not have it any more", now)

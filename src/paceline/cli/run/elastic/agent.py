@@ -41,6 +41,7 @@ from .story import JobStory, tell_formed, tell_loss
 
 _TICK = 0.1  # seconds between two looks at what nobody reports
 _ASK = 1.0  # seconds between two questions whether the keeper is there
+_REMEMBERED = 256  # ends of members that a new keeper is told of
 _LINGER = 1.0  # seconds between two looks for members whose script has failed
 
 
@@ -97,6 +98,7 @@ class ElasticAgent:
     signals: Sequence[int] = ()  # that have come
     processes: dict[int, MemberProcess] = field(default_factory=dict)
     reports: dict[int, FailureReport] = field(default_factory=dict)
+    _gone: dict[int, str] = field(default_factory=dict)  # how members ended, the latest
     _asked: int = 0  # numbers that were asked for and have not come
     _told_no_more: bool = False
     _ask_at: float | None = None
@@ -174,7 +176,7 @@ class ElasticAgent:
 
     def _hello(self) -> AgentHello:
         members = {number: process.pid for number, process in self.processes.items()}
-        return AgentHello(self.host, self.places.size.ranks, members)
+        return AgentHello(self.host, self.places.size.ranks, members, dict(self._gone))
 
     def _disconnect(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -233,6 +235,9 @@ class ElasticAgent:
         failed = ending.code != 0 and not (ending.stopped and number not in self.reports)
         how = process.fenced or describe(ending, self.reports.get(number))
         self.link.say(Gone(number, how, failed))
+        self._gone[number] = how
+        while len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
         self.places.end(number, ending, failed)
         self._selector.unregister(process.ended)
         process.close()

@@ -83,7 +83,7 @@ class KeeperLink:
             self.close()
         except BlockingIOError:
             pass
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             self.close()
         return list(words)
 
