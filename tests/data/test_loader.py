@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from paceline.data import Shard, ShardedLoader, ShardedStep, keyed_random
+from paceline.data import Shard, ShardedLoader, ShardedStep, fetching, keyed_random
 from paceline.errors import (
     DatasetChangedError,
     LoaderArgumentError,
@@ -506,3 +506,23 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("error", "dead"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) exited unexpectedly"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (EOFError(), True),
+        (
+            ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0."),
+            False,
+        ),
+        (RuntimeError("out of memory"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_a_broken_pipe_is_the_death_of_a_worker_and_an_error_of_the_dataset_is_not(
+    error: Exception, dead: bool
+) -> None:
+    assert bool(fetching._death_in(error)) == dead

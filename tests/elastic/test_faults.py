@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import paceline
 from paceline import elastic
+from paceline.data import ShardedLoader
 from paceline.errors import (
+    JobEndedError,
     JobStateError,
     MembershipError,
     NonFiniteGradientError,
@@ -25,7 +28,18 @@ from paceline.errors import (
     StepMismatchError,
 )
 
-from .runs import SAMPLES, Moment, Outcome, Ranks, dataset, require_equal, train
+from .runs import (
+    BATCH,
+    SAMPLES,
+    SHARDS,
+    Moment,
+    Outcome,
+    Ranks,
+    dataset,
+    model_of,
+    require_equal,
+    train,
+)
 from .test_job import kill_at, survivors, undisturbed
 
 
@@ -334,3 +348,35 @@ def test_a_data_worker_that_dies_costs_no_sample(tmp_path: Path) -> None:
     outcome = train(None, samples=Deadly(tmp_path), workers=1)
     assert (tmp_path / "read").exists()
     require_equal(outcome, undisturbed())
+
+
+class Elsewhere:
+    """Members of a job that ends before this one is let in."""
+
+    me = 3
+
+    def listen(self, heard: Any) -> None:
+        """There is nothing to hear."""
+
+    def meet(self, how_far: Any, timeout: float) -> Any:
+        raise JobEndedError(self.me, "it is finished", well=True)
+
+    def leave(self, why: str = "", failed: bool = False, finished: bool = False) -> None:
+        """It is gone anyway."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def test_a_spare_that_was_never_needed_ends_its_process_behind_the_job() -> None:
+    with elastic.group("gloo") as group:
+        ddp = paceline.DistributedDataParallel(model_of(1), process_group=group, shards=SHARDS)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        loader = ShardedLoader(dataset(), shards=SHARDS, batch=BATCH, group=group)
+        beyond = []
+        with pytest.raises(SystemExit) as ended:
+            with elastic.job(ddp, optimizer, loader, members=Elsewhere()) as job:
+                beyond += list(job)
+            beyond.append("saved the weights of the beginning")
+        assert ended.value.code == 0
+        assert beyond == []

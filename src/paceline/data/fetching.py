@@ -128,17 +128,24 @@ class FetchAhead:
                 self._next()
             return self._next()
         except BaseException as error:
-            self.drop()  # workers may be gone, and what they were asked for with them
-            if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
+            # workers may be gone, and what they were asked for with them
+            if died := self.drop() or _death_in(error):
                 shard = request.shard
                 place = shard.epoch, shard.step, shard.index
-                raise WorkerLostError(rank, *place, str(error)) from error
+                raise WorkerLostError(rank, *place, died) from error
             raise
 
-    def drop(self) -> None:
-        """End the workers; the next :meth:`take` starts others."""
-        stop_workers(self._batches)
-        self._forget()
+    def drop(self) -> str:
+        """End the workers; the next :meth:`take` starts others. Of one that died, says how."""
+        try:
+            stop_workers(self._batches)
+        except RuntimeError as error:  # torch's handler of signals says so wherever it comes
+            if not _death_in(error):
+                raise
+            return _death_in(error)
+        finally:
+            self._forget()
+        return ""
 
     def _forget(self) -> None:
         self._batches, self._loader = iter(()), None
@@ -162,3 +169,15 @@ class FetchAhead:
             self._left_alone += [self._batches, self._loader]
             self._process = os.getpid()
             self._forget()
+
+
+def _death_in(error: BaseException) -> str:
+    """How a worker died, if ``error`` comes from that; its pipe may break before torch sees it.
+
+    What a dataset raises in a worker begins with "Caught".
+    """
+    text = str(error)
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
+        return text
+    broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
+    return f"its connection broke ({type(error).__name__})" if broken else ""

@@ -67,8 +67,9 @@ class Job:
         self._finite, self._timeout = nonfinite == "raise", timeout
         rules: dict[str, Any] = {"shards": ddp.shards, "epochs": epochs}
         rules.update(check_every=check_every, nonfinite=nonfinite)
-        alone = not self._group.capabilities.one_process
-        self._belongings = Belongings(ddp.module, list(optimizers), loader, rules, {}, set(), alone)
+        self._by_itself = not self._group.capabilities.one_process  # no other rank is a thread here
+        belongings = (ddp.module, list(optimizers), loader, rules)
+        self._belongings = Belongings(*belongings, {}, set(), self._by_itself)
         self._members = members
         self._crew: Crew | None = None
         self.steps = NOTHING
@@ -124,6 +125,10 @@ class Job:
         if not self.left and not isinstance(error, MembershipError):
             self._leave(error)
         self._crew.members.close()
+        if error is None and self._over and not self.left and not self.finished and self._by_itself:
+            # Whatever comes behind the job, such as a last save, is for those that have its end.
+            log.info("the job has ended without this process, which does so too")
+            raise SystemExit(0)
 
     def _leave(self, error: BaseException | None) -> None:
         assert self._crew is not None
