@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Generator, Iterator
 
-import hypothesis
 import pytest
-import torch._dynamo  # noqa: F401  # the first forward of a wrapper would, within a test's deadline
+import torch
+import torch._dynamo  # the first forward of a wrapper would, within a test's deadline
 from hypothesis import HealthCheck, settings
 
 from .marks import SHM
@@ -33,10 +33,6 @@ settings.load_profile("busy")
 TOLD = tuple(f"the {name} backend cannot be used here" for name in ("shm", "hybrid"))
 
 
-hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine takes its time
-hypothesis.settings.load_profile("patient")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pinned", action="store_true", help="run ranks on unequal cores")
 
@@ -44,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell runs behind it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # two workers on two cores; and ranks that are threads have as many
     if config.getoption("--pinned"):
         pin_all_ranks()
 

@@ -72,7 +72,7 @@ def train(
 ) -> Outcome:
     """Train to the end; ``moment`` is called at every place where a rank may be lost."""
     outcome = Outcome() if outcome is None else outcome
-    group = elastic.group(backend, timeout=timedelta(seconds=20))
+    group = elastic.group(backend, timeout=timedelta(seconds=60))
     model = model_of(seed)
     ddp = paceline.DistributedDataParallel(model, process_group=group, shards=SHARDS)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=lr)
@@ -123,7 +123,7 @@ class Ranks:
     """Ranks as threads, some of which are lost on cue, and others join."""
 
     def __init__(self, first: int, **rules: Any) -> None:
-        self.council = SharedCouncil(Rules(first=first, patience=5.0, **rules))
+        self.council = SharedCouncil(Rules(first=first, patience=30.0, **rules))
         self.outcomes: dict[int, Outcome] = {}
         self._threads: list[threading.Thread] = []
 
@@ -151,7 +151,7 @@ class Ranks:
         self.council.kill(member)
         raise Killed
 
-    def wait(self, seconds: float = 30.0) -> dict[int, Outcome]:
+    def wait(self, seconds: float = 90.0) -> dict[int, Outcome]:
         """Return what each had at its end."""
         for thread in list(self._threads):
             thread.join(seconds)

@@ -32,7 +32,7 @@ from .reference import check_all_collectives
 
 pytestmark = needs_shm
 
-TEN = timedelta(seconds=10)
+MINUTE = timedelta(minutes=1)
 
 
 # -- the terms, which every rank computes -----------------------------------------------------
@@ -224,7 +224,7 @@ def refuse(meeting: Meeting, name: str) -> tuple[str, dict[int, str], float]:
         options = dict(odd)
     start = time.monotonic()
     with pytest.raises(DisagreementError) as caught:
-        meeting.new_group(options.pop("backend", backend), timeout=TEN, **options)
+        meeting.new_group(options.pop("backend", backend), timeout=MINUTE, **options)
     return caught.value.what, dict(caught.value.values), time.monotonic() - start
 
 
@@ -236,7 +236,7 @@ def test_what_ranks_must_have_in_common_is_an_error_on_all_that_says_who_has_wha
     for what, values, took in results:
         assert (what, values) == results[0][:2]
         assert values[0] == values[2] != values[1]
-        assert took < 8, "at once, not at the timeout"
+        assert took < 30, "at once, not at the timeout"
 
 
 # -- a rank that runs out of something ----------------------------------------------------------
@@ -288,7 +288,7 @@ def run_out(meeting: Meeting, what: str, backend: str) -> tuple[int, str, float]
     if meeting.rank == 1:
         SHORTAGES[what][0]()
     start = time.monotonic()
-    at = {"store": store, "rank": meeting.rank, "world_size": meeting.size, "timeout": TEN}
+    at = {"store": store, "rank": meeting.rank, "world_size": meeting.size, "timeout": MINUTE}
     if backend == "auto":
         with new_group("auto", **at) as group:
             tensor = torch.ones(3)
@@ -305,7 +305,7 @@ def test_a_rank_that_runs_out_is_named_by_all_at_once(what: str) -> None:
     for culprit, reason, took in spawn_ranks(2, run_out, what, "shm"):
         assert culprit == 1
         assert SHORTAGES[what][1] in reason
-        assert took < 5, "not at the timeout"
+        assert took < 30, "not at the timeout"
 
 
 @pytest.mark.parametrize("what", sorted(SHORTAGES.keys() - {"address space"}))  # nor can gloo then
@@ -318,7 +318,7 @@ def have_nothing_left(meeting: Meeting, backend: str) -> tuple[int, str]:
     if meeting.rank == 1:
         leave_descriptors(3)
     with pytest.raises(RankUnableError) as caught:
-        new_group(backend, store=store, rank=meeting.rank, world_size=meeting.size, timeout=TEN)
+        new_group(backend, store=store, rank=meeting.rank, world_size=meeting.size, timeout=MINUTE)
     return caught.value.culprit, caught.value.backend
 
 
@@ -349,7 +349,7 @@ def test_what_does_not_fit_into_shared_memory_is_reduced_all_the_same() -> None:
 
 def use_window(meeting: Meeting, window: object) -> float | PacelineError:
     try:
-        group = meeting.new_group("shm", timeout=TEN, window=window)
+        group = meeting.new_group("shm", timeout=MINUTE, window=window)
     except PacelineError as error:
         return error
     with group:

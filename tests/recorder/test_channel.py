@@ -172,7 +172,7 @@ def test_a_stranger_that_says_a_little_all_the_time_is_hung_up_on(office: Office
                 with contextlib.suppress(TimeoutError):
                     if talk.recv(1) == b"":
                         break
-        assert time.monotonic() - began < 20 * channel.PATIENCE
+        assert time.monotonic() - began < 60
     assert office.asked == []
 
 

@@ -36,7 +36,7 @@ from tests.groups.test_unequal_ranks import check_means
 TWO_AND_TWO, INTERLEAVED, ONE_AND_TWO, ONE_EACH = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1), (0, 1)
 TOGETHER = (0, 0)
 MEBI = 1 << 20
-SOON = 5.0  # seconds: far less than any timeout here
+SOON = 30.0  # seconds: far less than any timeout here
 
 Where = tuple[int, ...]
 Pair = tuple[netns.Host, netns.Host]
@@ -67,7 +67,7 @@ def on_hosts(
     """
     spawning = {name: options.pop(name) for name in ("may_die", "deadline") if name in options}
     options.setdefault("backend", "hybrid")
-    options.setdefault("timeout", timedelta(seconds=20))
+    options.setdefault("timeout", timedelta(minutes=1))
     spawning.setdefault("deadline", 40)
     return spawn_ranks(len(where), _in_group, hosts, where, fn, args, options, **spawning)
 

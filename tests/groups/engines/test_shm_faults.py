@@ -92,7 +92,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(name: str, numel: int) -> 
     there = set(os.listdir("/dev/shm"))
     results = spawn_ranks(3, survive, name, numel, may_die=[1])
     for took, left_open in (results[0], results[2]):
-        assert took < 5, "noticed by looking, not by the timeout of half an hour"
+        assert took < 30, "noticed by looking, not by the timeout of half an hour"
         assert left_open == 0
     assert set(os.listdir("/dev/shm")) <= there
 
