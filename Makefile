@@ -25,7 +25,7 @@ INSTALL := $(PIP) install --no-compile
 SOURCES := $(wildcard src/paceline/_transport/*.c src/paceline/_transport/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pinned gpu versions slow sanitize wheel test-wheel programs check types docs chaos bench bench-peers integrations parity clean
+.PHONY: help setup demo test test-pinned gpu versions search slow sanitize wheel test-wheel programs check types docs chaos bench bench-peers integrations parity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,10 @@ versions: ## run the tests with each torch of VERSIONS, in environments .venv-2.
 	  $(MAKE) --no-print-directory setup VENV=.venv-$$version TORCH=torch==$$version || exit 1; done
 	@$(PYTHON) tests/versions.py --jobs $(JOBS) $(if $(SAVE),--save $(SAVE)) $(VERSIONS) \
 	  $(if $(TESTS),-- $(TESTS))
+
+search: $(READY) ## run the tests that make up their examples, with others than the last time
+	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile search \
+	  $$(grep -rl "^from hypothesis" tests --include="test_*.py")
 
 slow: $(READY) ## run the tests that train for minutes
 	$(BIN)/python -m pytest -m slow

@@ -469,8 +469,9 @@ def test_a_member_that_says_twice_that_it_came_is_heard_once() -> None:
     hall = in_use(1)
     hall.meet(0, 1, turn=9)
     assert hall.roster() == (0,)
+    number = hall.council.current.number
     hall.meet(0, 1, turn=9)
-    assert hall.said(Decided) == []
+    assert [word.roster.number for word in hall.said(Decided)] == [number]  # and no other roster
     assert hall.council.phase is RosterPhase.OPENING
 
 
@@ -481,3 +482,20 @@ def test_a_spare_that_is_asked_to_leave_is_gone_at_once() -> None:
         (1, Refused("SIGTERM"))
     ]
     assert 1 not in hall.council.living
+
+
+def test_a_member_whose_answer_was_lost_with_its_connection_is_answered_again() -> None:
+    hall = Hall(Rules(first=2))
+    for pid in (10, 11):
+        hall.enrol(pid)
+    for member in (0, 1):
+        hall.meet(member, turn=1)
+    assert hall.roster() == (0, 1)
+    hall.meet(0, turn=1)  # as after a new connection
+    assert [word.roster.members for word in hall.said(Decided, to=0)] == [(0, 1)]
+    hall.lose(1)
+    hall.council.take()
+    hall.meet(0, turn=1)
+    decided, changed = (word for _, word in hall.council.take())
+    assert decided.roster.members == (0, 1)
+    assert list(changed.change.members) == [1]

@@ -253,7 +253,8 @@ class Council:
             self._tell(member, self._no_roster(member))
             return
         if word.turn <= self.living[member].turn:
-            return  # sent twice, by a member that could not know that it had arrived
+            self._decide_again(member, word.turn)
+            return
         self.living[member].steps = word.how_far.steps
         self._meeting[member] = word
         if member not in self.current.members:
@@ -263,6 +264,15 @@ class Council:
         elif self.phase is RosterPhase.IN_USE:
             self._give_up_soon({member: "it waits for the next roster"}, now)
         self._decide(now)
+
+    def _decide_again(self, member: int, turn: int) -> None:
+        """Answer a question that was sent twice: the answer may be lost with a connection."""
+        if member not in self.current.members or turn != self.living[member].turn:
+            return
+        self._tell(member, Decided(self.current, turn))
+        if self.phase is RosterPhase.GIVEN_UP:
+            change = RosterChange("lost", dict(self._reasons), self.current.number)
+            self._tell(member, Changed(change))
 
     def withdraw(self, member: int, word: Withdraw) -> None:
         """A member waits no longer; it hears for whom it waited."""
