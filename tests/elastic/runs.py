@@ -68,40 +68,50 @@ def train(
     prepare: Callable[..., None] = lambda **things: None,
     samples: Any = None,
     workers: int = 0,
+    model: Callable[[int], nn.Module] = model_of,
+    seconds: float = 60.0,
+    checks: Any = "warn",
+    after: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Outcome:
-    """Train to the end; ``moment`` is called at every place where a rank may be lost."""
+    """Train to the end; ``moment`` is called at every place where a rank may be lost.
+
+    A collective may take ``seconds``; ``after`` is called when the rank has left the job.
+    """
     outcome = Outcome() if outcome is None else outcome
-    group = elastic.group(backend, timeout=timedelta(seconds=60))
-    model = model_of(seed)
-    ddp = paceline.DistributedDataParallel(model, process_group=group, shards=SHARDS)
+    group = elastic.group(backend, timeout=timedelta(seconds=seconds), checks=checks)
+    module = model(seed)
+    ddp = paceline.DistributedDataParallel(module, process_group=group, shards=SHARDS)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.5)
     data = dataset() if samples is None else samples
     loader = ShardedLoader(data, shards=SHARDS, batch=BATCH, group=group, num_workers=workers)
-    with elastic.job(ddp, optimizer, loader, epochs=epochs, members=members, **options) as job:
-        job.register("scheduler", scheduler, in_shards=False)
-        prepare(job=job, ddp=ddp, optimizer=optimizer, group=group)
-        for step in job:
-            seen: list[int] = []
-            shards: dict[int, list[int]] = {}
-            moment(step, 0, "begin")
-            for shard, (x, number) in step:
-                seen += number.tolist()
-                shards[shard.index] = number.tolist()
-                with ddp.shard(shard):
-                    (ddp(x).flatten() - x.sum(1)).square().mean().backward()
-                moment(step, len(seen), "shard")
-            moment(step, len(seen), "averages")
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            if step.committed:
-                outcome.committed.append(step.number)
-                outcome.counted += [n for one in step.shards for n in shards[one.index]]
-            moment(step, len(seen), "end")
-        outcome.steps, outcome.left = job.steps, job.left
-    outcome.weights = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    try:
+        with elastic.job(ddp, optimizer, loader, epochs=epochs, members=members, **options) as job:
+            job.register("scheduler", scheduler, in_shards=False)
+            prepare(job=job, ddp=ddp, optimizer=optimizer, group=group)
+            for step in job:
+                seen: list[int] = []
+                shards: dict[int, list[int]] = {}
+                moment(step, 0, "begin")
+                for shard, (x, number) in step:
+                    seen += number.tolist()
+                    shards[shard.index] = number.tolist()
+                    with ddp.shard(shard):
+                        (ddp(x).flatten() - x.sum(1)).square().mean().backward()
+                    moment(step, len(seen), "shard")
+                moment(step, len(seen), "averages")
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if step.committed:
+                    outcome.committed.append(step.number)
+                    outcome.counted += [n for one in step.shards for n in shards[one.index]]
+                moment(step, len(seen), "end")
+            outcome.steps, outcome.left = job.steps, job.left
+    finally:
+        after()
+    outcome.weights = {n: t.detach().clone() for n, t in module.state_dict().items()}
     outcome.moments = optimizer.state_dict()
     loader.close()
     group.shutdown()
@@ -150,6 +160,12 @@ class Ranks:
         """End a member's thread, from inside: nobody hears what it says from now on."""
         self.council.kill(member)
         raise Killed
+
+    def wait_for(self, *members: int, seconds: float = 90.0) -> None:
+        """Return when these have ended; they are named by the order of their start."""
+        for member in members:
+            self._threads[member].join(seconds)
+            assert not self._threads[member].is_alive(), f"member {member} hangs"
 
     def wait(self, seconds: float = 90.0) -> dict[int, Outcome]:
         """Return what each had at its end."""

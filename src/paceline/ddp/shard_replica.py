@@ -230,7 +230,8 @@ class ShardReplica(Replica):
     def tell_failure(self, text: str) -> None:
         """Let the other ranks' step end with this message; this rank's part of it is dropped."""
         log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
-        with contextlib.suppress(Exception):  # the user wants the first error
+        instead = events.calls_for(self.group.board, events.STANDING_IN)
+        with contextlib.suppress(Exception), instead:  # the user wants the first error
             settle(self.group, self._done(text), len(self._numbers), {})
         self._give_up()
 

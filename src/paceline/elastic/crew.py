@@ -10,6 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from traceback import walk_tb
+
+import torch
+import torch.distributed as dist
 
 from .._members import HowFar, Members, Roster, RosterChange
 from ..errors import (
@@ -25,6 +29,7 @@ from ..groups import Group
 
 log = logging.getLogger(__name__)
 
+_COLLECTIVES = ("paceline.groups", "paceline._transport", "paceline._members", "torch.distributed")
 _TRIES = 5  # to open a group, before this rank's own trouble ends it
 
 
@@ -115,11 +120,18 @@ class Crew:
 def is_loss(error: BaseException) -> bool:
     """Whether a collective failed because a rank is gone, or a connection is: to be done again.
 
-    gloo and NCCL raise a plain RuntimeError then.
+    gloo and NCCL raise a plain RuntimeError then, as does a body that has a mistake: such an error
+    counts only if a collective raised it.
     """
-    if isinstance(error, MembershipError | MismatchError):
+    if isinstance(error, MembershipError | MismatchError | torch.OutOfMemoryError):
         return False
     if isinstance(error, PacelineError):
         again = GroupError | PeerError | RendezvousError | StateCopyError | TimeoutError
         return isinstance(error, again)
-    return isinstance(error, RuntimeError | OSError)
+    return isinstance(error, RuntimeError | OSError) and _is_of_a_collective(error)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    known = isinstance(error, dist.DistError)  # raised wherever a device was waited for
+    return known or any(module.startswith(_COLLECTIVES) for module in modules)

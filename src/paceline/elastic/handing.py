@@ -8,11 +8,13 @@ interrupted leaves a rank's state as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .._transport import decode, encode
 from ..errors import StateCopyError
 from ..groups import Group, ReduceOp
 from .digests import digests
@@ -24,7 +26,7 @@ _ALIGN = 64
 
 def hand_over(group: Group, root: int, state: JobState | None, *, wanted: bool) -> JobState | None:
     """Give the root's ``state`` to the ranks that want it, which get it; all ranks call it."""
-    said: Any = group.broadcast_object(_head(state) if state is not None else None, root)
+    said = _tell_head(group, root, state)
     if state is not None:
         _send(group, root, [_flat(tensor) for tensor in state.tensors.values()])
         group.broadcast_object(dict(state.digests), root)  # made while the others make theirs
@@ -35,8 +37,18 @@ def hand_over(group: Group, root: int, state: JobState | None, *, wanted: bool) 
     _receive(group, root, sizes, [_flat(tensor) for tensor in tensors])
     named = {row[0]: tensor for row, tensor in zip(said["tensors"], tensors, strict=False)}
     mine, theirs = digests(named), cast("dict[str, int]", group.broadcast_object(None, root))
-    _agree(group, [name for name, number in mine.items() if number != theirs[name]])
+    _agree(group, [name for name, number in mine.items() if number != theirs.get(name)])
     return JobState(said["steps"], said["plain"], named, mine) if wanted else None
+
+
+def _tell_head(group: Group, root: int, state: JobState | None) -> dict[str, Any]:
+    """What the root has besides tensors, and which tensors; checked before anybody relies on it."""
+    mine = encode(_head(state)) if state is not None else b""
+    given = [blake2b(mine, digest_size=16).digest(), mine] if state is not None else None
+    number, data = cast("list[bytes]", group.broadcast_object(given, root))
+    right = blake2b(data, digest_size=16).digest() == number
+    _agree(group, [] if right else ["the description of the state"])
+    return cast("dict[str, Any]", decode(data))
 
 
 def _head(state: JobState) -> dict[str, Any]:

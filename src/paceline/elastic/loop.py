@@ -81,6 +81,7 @@ class Job:
         self._missed: JobState | None = None  # of a step that others have done
         self._checked = self._saved = NOTHING  # after how many steps
         self._failures: tuple[int, tuple[int, ...], int] = (NOTHING, (), 0)
+        self._bad_copies = 0  # that arrived here, since ranks began to meet
         self._signal = EndOnSignal(self._dismiss)
         self._dismissed = ""
         self._over = False
@@ -215,6 +216,7 @@ class Job:
 
     def _recover(self, step: JobStep, why: str) -> None:
         """Meet those that are left, and have ``step`` done again or missed."""
+        log.warning("rank %d: step %d is done again: %s", self._group.rank(), step.number, why)
         self._replica.give_up()
         self._belongings.undo()
         self._loader.seek(step.epoch, step.place)
@@ -235,6 +237,7 @@ class Job:
         self._failures = self.steps, members, count
         if count > _TRIES:
             text = f"step {self.steps} failed {count} times with the same members: {why}"
+            self._crew.members.leave(text, failed=True)
             raise MembershipError(self._crew.members.me, text)
 
     # -- between two steps ----------------------------------------------------------------------
@@ -311,7 +314,7 @@ class Job:
     def _meet(self, why: str) -> None:
         """Go on with the members that are there now; all of them have the same state then."""
         assert self._crew is not None
-        bad_copies = 0
+        self._bad_copies = 0
         while True:
             self._why = None
             wait = _DAYS if self.steps == NOTHING else self._timeout
@@ -324,9 +327,6 @@ class Job:
             if not why:
                 self._checked = self.steps
                 return None
-            bad_copies += why.startswith(StateCopyError.__name__)
-            if bad_copies > _TRIES:
-                raise MembershipError(self._crew.members.me, why)
 
     def _end_without(self, error: Exception) -> None:
         """There is no further roster with this member: right if it has nothing to do any more."""
@@ -372,11 +372,24 @@ class Job:
 
     def _hand_over(self, root: int, *, wanted: bool) -> None:
         mine = self._belongings.take(self.steps) if self._group.rank() == root else None
-        got = hand_over(self._group, root, mine, wanted=wanted)
+        try:
+            got = hand_over(self._group, root, mine, wanted=wanted)
+        except StateCopyError as error:
+            self._count_bad_copy(error)
+            raise
         if got is not None and self._step is not None:
             self._missed = got
         elif got is not None:
             self._load(got)
+
+    def _count_bad_copy(self, error: StateCopyError) -> None:
+        """Leave if a state arrives here with other bits again and again; the others go on."""
+        assert self._crew is not None
+        self._bad_copies += bool(error.tensors)
+        if self._bad_copies > _TRIES:
+            me, text = self._crew.members.me, f"{type(error).__name__}: {error}"
+            self._crew.members.leave(text)
+            raise MembershipError(me, text) from error
 
     def _load(self, state: JobState, *, of_run: bool = True) -> None:
         self._belongings.put(state, of_run=of_run)

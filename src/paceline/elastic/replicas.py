@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, cast
 
 import torch
 
-from ..errors import ReplicasDifferError, StepMismatchError
+from ..errors import ReplicasDifferError, StartMismatchError, StepMismatchError
 from ..groups import Group
 from .digests import digests, in_one
 from .state import GRADIENT, MODEL, Belongings, JobState
@@ -58,9 +59,10 @@ def _judge(group: Group, state: JobState, found: Sequence[int]) -> Odd | None:
 def compare_starts(group: Group, belongings: Belongings, saved: int) -> int:
     """The rank whose state all begin with: that with the newest save, or rank 0.
 
-    Where nobody has a save, all must have the same optimizer settings; other initial weights than
-    those of rank 0 are named.
+    All must have the same model, data and rules; where nobody has a save, the same optimizer
+    settings too. Other initial weights than those of rank 0 are named.
     """
+    _require_alike(group, belongings.likeness())
     model = {n: t for n, t in belongings.take(0).tensors.items() if n.startswith(MODEL)}
     mine = [saved, belongings.settings, in_one(digests(model))]
     everyone: Any = group.all_gather_object(mine)
@@ -79,6 +81,18 @@ def compare_starts(group: Group, belongings: Belongings, saved: int) -> int:
             _named(others),
         )
     return 0
+
+
+def _require_alike(group: Group, likeness: Mapping[str, str]) -> None:
+    """Raise on all ranks, with the first thing that differs, unless all have the same."""
+    mine = blake2b(repr(sorted(likeness.items())).encode(), digest_size=16).hexdigest()
+    if len(set(cast("list[str]", group.all_gather_object(mine)))) == 1:
+        return
+    everyone = cast("list[dict[str, str]]", group.all_gather_object(dict(likeness)))
+    for what in dict.fromkeys(name for one in everyone for name in one):
+        said = {rank: one.get(what, "none") for rank, one in enumerate(everyone)}
+        if len(set(said.values())) > 1:
+            raise StartMismatchError(group.rank(), what, said)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -85,6 +85,7 @@ class Belongings:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "random": self._where_random(),
+            "trained": self._trained(),
         }
         return JobState(steps, pack(rest, tensors, "job"), tensors)
 
@@ -123,6 +124,11 @@ class Belongings:
         if set(rest["registered"]) != set(self.registered):
             names = f"{sorted(self.registered)} here and {sorted(rest['registered'])} there"
             raise JobStateError(f"registered are {names}")
+        if rules and set(rest["trained"]) != set(self._trained()):
+            odd = sorted({*rest["trained"]} ^ {*self._trained()})
+            raise JobStateError(
+                f"{', '.join(odd[:5])}: trained here and frozen there, or the other way"
+            )
         here = {MODEL + name: tensor for name, tensor in self._model().items()}
         there = {n: t for n, t in state.tensors.items() if n.startswith(MODEL)}
         for name in {**here, **there}:
@@ -130,10 +136,29 @@ class Belongings:
             if mine != other:
                 raise JobStateError(f"{name.removeprefix(MODEL)} is {mine} here and {other} there")
 
+    def likeness(self) -> dict[str, str]:
+        """What all ranks must have in common when a job begins, each in words."""
+        trained = set(self._trained())
+        found = {
+            name: f"{_kind(tensor)}, {'trained' if name in trained else 'not trained'}"
+            for name, tensor in self._model().items()
+        }
+        found["the order of parameters and buffers"] = ", ".join(self._model())
+        found.update((name, repr(value)) for name, value in self.rules.items())
+        place = ("epoch", "step")
+        data = {k: v for k, v in self.loader.state_dict().items() if k not in place}
+        found.update((f"the loader's {name}", repr(value)) for name, value in data.items())
+        found["the number of optimizers"] = str(len(self.optimizers))
+        found["what is registered"] = ", ".join(sorted(self.registered)) or "nothing"
+        return found
+
     # -- its parts ------------------------------------------------------------------------------
 
     def _model(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def _trained(self) -> list[str]:
+        return [name for name, param in self.module.named_parameters() if param.requires_grad]
 
     def _extra(self) -> dict[str, Any]:
         """What modules keep besides tensors, where they say so."""

@@ -92,6 +92,7 @@
     ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
     ├── JobArgumentError           an elastic job of things that cannot be      (ValueError)
     ├── JobStateError              …whose state does not fit this rank          (RuntimeError)
+    ├── StartMismatchError         …whose ranks were made differently           (RuntimeError)
     ├── StateCopyError             …whose state arrived with other bits         (RuntimeError)
     ├── ReplicasDifferError        …whose ranks differ, without a majority      (RuntimeError)
     ├── DamagedSaveError           …of whose saves none is whole                (RuntimeError)
@@ -187,6 +188,7 @@ from .job import (
     JobArgumentError,
     JobStateError,
     ReplicasDifferError,
+    StartMismatchError,
     StateCopyError,
 )
 from .join import (
@@ -302,6 +304,7 @@ __all__ = [
     "ShardMismatchError",
     "ShardNumberError",
     "ShareError",
+    "StartMismatchError",
     "StateCopyError",
     "StepMismatchError",
     "StrangerError",

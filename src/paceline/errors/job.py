@@ -34,6 +34,23 @@ class JobStateError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class StartMismatchError(PacelineError, RuntimeError):
+    """The ranks of a job were made differently, and would not train one model on the same data."""
+
+    rank: int
+    what: str
+    said: Mapping[int, str]  # by rank
+
+    def __str__(self) -> str:
+        found = [f"rank {rank} has {value}" for rank, value in self.said.items()]
+        return (
+            f"rank {self.rank}: {self.what} differs between ranks when the job begins: "
+            f"{some_of(found, '; ')}. Nothing was trained, and every rank raises this. Run the "
+            "same program, with the same arguments and the same data, on every rank."
+        )
+
+
+@dataclass(eq=False)
 class StateCopyError(PacelineError, RuntimeError):
     """A state arrived on a rank with other bits than it was sent with; all ranks raise it."""
 
