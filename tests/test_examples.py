@@ -148,6 +148,7 @@ def test_uneven_ranks_with_exact_weights_learn_what_one_process_does(tmp_path: P
 # -- the demo and the benchmarks --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_shm
 def test_the_example_on_a_bare_group_trains_on_two_ranks_and_agrees_with_one_process() -> None:
     pytest.importorskip("sklearn")
