@@ -14,6 +14,9 @@ JOBS ?= 2
 # What make versions tests with.
 VERSIONS ?= 2.13.0 2.15.0
 
+# The torch that make bench-peers measures with; another than this one in an environment of its own.
+PEERS_TORCH ?= 2.13.0
+
 # Compiled modules are kept: most tests start processes, and each would compile all it imports.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -92,8 +95,8 @@ integrations: $(READY) ## install Accelerate, transformers and Lightning, and te
 	$(BIN)/python -m pytest tests/integrations tests/test_examples.py
 
 bench-peers: $(READY) ## install the peers in .venv-peers and measure all of them in one table
-	$(BIN)/python benchmarks/peers_setup.py
-	.venv-peers/bin/python benchmarks/peers.py
+	PEERS_TORCH=$(PEERS_TORCH) $(BIN)/python benchmarks/peers_setup.py
+	.venv-peers$(patsubst %,-%,$(filter-out 2.13.0,$(PEERS_TORCH)))/bin/python benchmarks/peers.py
 
 chaos: $(READY) ## kill and stop ranks while they train, and compare the weights; FAULTS= and ENGINES= choose
 	$(BIN)/python benchmarks/chaos.py $(if $(ENGINES),--engines $(ENGINES)) $(if $(FAULTS),--faults $(FAULTS))

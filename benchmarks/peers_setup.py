@@ -2,6 +2,7 @@
 
     python3 benchmarks/peers_setup.py                 ten minutes, and ten more to build Horovod
     python3 benchmarks/peers_setup.py --without horovod deepspeed
+    PEERS_TORCH=2.15.0 python3 benchmarks/peers_setup.py     another torch, in .venv-peers-2.15.0
 
 Each peer is optional: one that does not install is noted with the reason, which the table then
 shows in its place. What is installed already is left alone, so a second call is quick. OpenMPI
@@ -24,15 +25,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VENV = ROOT / ".venv-peers"
+USUAL = "2.13.0"  # of which there is a build without CUDA
+CHOSEN = os.environ.get("PEERS_TORCH", USUAL)
+VENV = ROOT / (".venv-peers" if CHOSEN == USUAL else f".venv-peers-{CHOSEN}")
 PYTHON = VENV / "bin" / "python"
 NOTES = VENV / "peers.json"  # peer: why it is not here, or nothing
 
-TORCH = "torch==2.13.0"
+TORCH = f"torch=={CHOSEN}"
 # A version of NCCL that is nowhere, so that nobody brings CUDA along.
-CONSTRAINTS = f"{TORCH}\nnumpy==2.4.6\nnvidia-nccl-cu12==0.0.0\nnvidia-nccl-cu13==0.0.0\n"
+WITHOUT_CUDA = "nvidia-nccl-cu12==0.0.0\nnvidia-nccl-cu13==0.0.0\n" if CHOSEN == USUAL else ""
+CONSTRAINTS = f"{TORCH}\nnumpy==2.4.6\n{WITHOUT_CUDA}"
 BASE = ("numpy==2.4.6", "setuptools==78.1.1", "wheel", "ninja", "packaging", "msgspec")
-BASE += ("typing_extensions", "typer", "rich", "pytest")
+BASE += ("typing_extensions", "typer", "rich", "safetensors", "cryptography", "pytest")
 
 
 class NotInstalled(Exception):
