@@ -13,6 +13,7 @@ from .._members import Members, connect
 from ..data import ShardedLoader
 from ..ddp import DistributedDataParallel
 from ..errors import JobArgumentError
+from .forked import heed_threads
 from .loop import Job
 from .saves import Saves
 
@@ -54,6 +55,7 @@ def job(
     ``timeout``: how long a rank waits for the others to meet after one was lost. ``members`` is for
     launchers of one's own.
     """
+    heed_threads()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if nonfinite not in ("raise", "allow"):
         raise JobArgumentError(f'nonfinite: expected "raise" or "allow", got {nonfinite!r}')

@@ -64,6 +64,12 @@ _SPARES = _option(
 )
 _MIN_RANKS = _option(_ELASTIC, "N", "Fewer than these wait for others instead of going on.")
 _STOPPED_AFTER = _option(_ELASTIC, "SECONDS", "Who is stopped (SIGSTOP) for so long is lost.")
+_COLD = _flag(
+    _ELASTIC,
+    "--cold",
+    "Start a process that takes the place of another anew; by default it is forked from one that "
+    "has torch imported, which is quicker.",
+)
 _HEARTBEAT = _option(_ELASTIC, "SECONDS", "Who is not heard of for so long is lost.")
 
 _SCRIPT = "How the script runs"
@@ -123,6 +129,7 @@ def run(
     min_ranks: Annotated[int, _MIN_RANKS] = 1,
     stopped_after: Annotated[float, _STOPPED_AFTER] = 0.5,
     heartbeat: Annotated[float, _HEARTBEAT] = 60.0,
+    cold: Annotated[bool, _COLD] = False,
     module: Annotated[bool, _MODULE] = False,
     drop_in: Annotated[bool, _DROP_IN] = False,
     keep_backend: Annotated[bool, _KEEP_BACKEND] = False,
@@ -185,7 +192,7 @@ def run(
     members = None
     if elastic or spares is not None:
         members = Elastic(
-            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience
+            spares or 0, min_ranks, max_restarts, stopped_after, heartbeat, grace, patience, cold
         )
     try:
         return start(asked, chosen, conduct, show, ray, members)

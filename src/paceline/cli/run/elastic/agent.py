@@ -37,7 +37,9 @@ from .keeper import Keeping
 from .link import KeeperLink
 from .places import Places
 from .process import MemberProcess
+from .starting import MemberStart
 from .story import JobStory, tell_formed, tell_loss
+from .strays import Strays
 
 _TICK = 0.1  # seconds between two looks at what nobody reports
 _ASK = 1.0  # seconds between two questions whether the keeper is there
@@ -65,21 +67,6 @@ class AgentLimits:
 
 
 @dataclass
-class MemberStart:
-    """What is needed to start a member, but for its number and place."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    seats: Sequence[Mapping[str, str]] = ()
-
-    def start(self, number: int, seat: int) -> MemberProcess:
-        """Start a member's process."""
-        own = {"PACELINE_MEMBER": str(number), "LOCAL_RANK": str(seat)}
-        own |= self.seats[seat] if self.seats else {}
-        return MemberProcess(number, seat, self.command, {**self.environment, **own})
-
-
-@dataclass
 class ElasticAgent:
     """The members of this host, from the first start to the last end."""
 
@@ -93,6 +80,7 @@ class ElasticAgent:
     notes: Path
     show: Sequence[int] = ()  # ranks whose output is shown; none: all
     story: JobStory = field(default_factory=JobStory)
+    strays: Strays = field(default_factory=Strays)
     phase: AgentPhase = AgentPhase.RUNNING
     over: Over | None = None
     signals: Sequence[int] = ()  # that have come
@@ -135,6 +123,7 @@ class ElasticAgent:
                 self._fence(process, f"it was stopped for {self.limits.stopped_after:g} s")
         self._end_lingerers(now)
         self._fill_places(now)
+        self.strays.look()
         self._heed(now)
 
     def _keep_in_touch(self, now: float) -> None:
@@ -200,7 +189,7 @@ class ElasticAgent:
 
     def _fill_places(self, now: float) -> None:
         """Ask for numbers for those that are to be started; they are when the numbers come."""
-        if self.link.connected:
+        if self.link.connected and self.places.due(now) > self._asked and self._can_start(now):
             for _ in range(self.places.due(now) - self._asked):
                 self._asked += 1
                 self.link.say(Enlist())
@@ -208,6 +197,15 @@ class ElasticAgent:
             self._told_no_more = True
             say.note(f"nobody is started in place of those lost any more: {why}")
             self.link.say(NoMore(why))
+
+    def _can_start(self, now: float) -> bool:
+        """Whether a process can be started; the first ones always, those in others' places when
+        what they are forked from is there.
+        """
+        if not self.places.endings:
+            return True
+        self.strays.adopt()
+        return self.start.prepare(now)
 
     def _start(self, number: int, now: float) -> None:
         if not self.places.due(now):  # the job has ended, or others were started meanwhile
@@ -241,6 +239,7 @@ class ElasticAgent:
         self.places.end(number, ending, failed)
         self._selector.unregister(process.ended)
         process.close()
+        self.strays.left_by(process.pid)
         if failed and self.phase is AgentPhase.RUNNING:
             self._tell_loss(number, how, ending.when)
         self._end_without_a_word()
@@ -354,6 +353,8 @@ class ElasticAgent:
             for process in list(self.processes.values()):
                 if (ending := process.wait()) is not None:
                     self._note_end(process, ending)
+        self.start.end()
+        self.strays.close()
         self._disconnect()
         self._selector.close()
         self.keeper.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +16,13 @@ from ..plan import Launch
 from ..record import clear_record, tell_if_empty
 from ..screen import OutputReader
 from ..verdict import judge, signal_name
-from .agent import AgentLimits, ElasticAgent, MemberStart
+from .agent import AgentLimits, ElasticAgent
 from .hosts import open_keeper
 from .keeper import keeper_command
 from .link import KeeperLink
 from .places import HostSize, Places
+from .starting import MemberStart
+from .template import Template
 
 _OPEN_FILES, _FILES_PER_MEMBER = 128, 8  # that an agent has: its own, and two pipes and a pidfd
 _LONGEST_PATH = 100  # bytes of a socket's path; the kernel takes 107
@@ -39,6 +40,7 @@ class Elastic:
     heartbeat: float = 60.0
     grace: float = 30.0
     patience: float = 2.0
+    cold: bool = False  # no member is forked
 
 
 def launch_elastic(
@@ -72,12 +74,13 @@ def _agent(
     show: Collection[int],
 ) -> ElasticAgent:
     path = str(folder / "members")
-    command = [sys.executable, "-u", *script.command()]
+    command = script.command()
     environment = _environment(plan, script, size, folder, path)
+    copied = None if elastic.cold else Template(command[1:], environment, folder / "template.log")
     return ElasticAgent(
         os.uname().nodename,
         Places(size),
-        MemberStart(command, environment, plan.seats),
+        MemberStart(command, environment, plan.seats, copied),
         AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after, elastic.heartbeat),
         open_keeper(plan, path, _keeper(plan, elastic, path), folder),
         KeeperLink(path),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from ..sessions import kill_session
 from ..verdict import RankEnding
@@ -16,26 +16,31 @@ from ..verdict import RankEnding
 _LOOKS = 3  # that have to find a process stopped, for an agent that was itself stopped meanwhile
 
 
-class MemberProcess:
-    """A process that was started for a member; ``number`` is the member's."""
+class Begun(Protocol):
+    """A process that was started."""
 
-    def __init__(
-        self, number: int, seat: int, command: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def wait(self) -> int:
+        """Give back what is left of it, once it has ended."""
+
+
+class MemberProcess:
+    """A process that was started for a member; ``number`` is the member's.
+
+    ``begin`` starts it with two pipes for its output.
+    """
+
+    def __init__(self, number: int, seat: int, begin: Callable[[int, int], Begun]) -> None:
         self.number, self.seat = number, seat
         self.asked_to_end = False
         self.fenced = ""  # why it was killed by its agent
         self._stopped_since, self._looks = 0.0, 0
         outs, errs = os.pipe(), os.pipe()
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=outs[1],
-                stderr=errs[1],
-                env=dict(environment),
-                start_new_session=True,
-            )
+            self._process = begin(outs[1], errs[1])
             self.pid = self._process.pid
             self.ended = os.pidfd_open(self.pid)  # readable when it has
         except BaseException:

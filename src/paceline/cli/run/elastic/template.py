@@ -1,0 +1,147 @@
+"""The launcher's side of a process of which members are forked (``template_process.py``).
+
+It is started when a member is lost for the first time: the first one in its place waits for the
+same imports that it would do itself, and all later ones are there at once. Where it cannot be, or
+does not answer, members are started as the first ones were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from ... import say
+from ..sessions import kill_session
+from .template_process import GO, LONGEST, READY
+
+_WITHIN = 60.0  # seconds that imports may take
+_ANSWER = 5.0  # seconds that a fork may take
+_TIMES = 3  # that it is started, until that is given up
+_PROGRAM = Path(__file__).with_name("template_process.py")
+
+
+class TemplatePhase(Enum):
+    """How far it has come."""
+
+    ABSENT = auto()
+    IMPORTING = auto()
+    READY = auto()
+    GIVEN_UP = auto()
+
+
+@dataclass(frozen=True)
+class ForkedMember:
+    """A member that was forked; as :class:`subprocess.Popen`, as far as a launcher needs it."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Give back what is left of it, once it has ended."""
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        return 0
+
+
+class Template:
+    """A process that has what members run (``command``) imported; ``log`` gets what it says."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._command, self._environment, self._log = [*command], dict(environment), log
+        self.phase = TemplatePhase.ABSENT
+        self._times, self._since = 0, 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._door: socket.socket | None = None
+
+    def prepare(self, now: float) -> bool:
+        """Whether a member may be started now, be it in another way; starts what is missing."""
+        if self.phase is TemplatePhase.READY and self._has_ended():
+            self._drop()
+        if self.phase is TemplatePhase.ABSENT:
+            self._begin(now)
+        if self.phase is TemplatePhase.IMPORTING:
+            self._look(now)
+        return self.phase in (TemplatePhase.READY, TemplatePhase.GIVEN_UP)
+
+    def fork(self, own: Mapping[str, str], out: int, errors: int) -> ForkedMember:
+        """Start a member with these variables and this output; OSError if that cannot be."""
+        assert self._door is not None
+        hears, says = os.pipe()
+        try:
+            message = json.dumps(dict(own)).encode()
+            socket.send_fds(self._door, [message], [out, errors, hears])
+            pid = int(self._door.recv(LONGEST) or -1)
+            if pid <= 0:
+                raise OSError("it could not fork")
+            os.write(says, GO)  # a member that nobody waits for ends by itself
+            return ForkedMember(pid)
+        except (OSError, ValueError) as error:
+            say.note(f"members are started anew: the process to fork them from failed ({error})")
+            self._drop()
+            raise OSError(str(error)) from error
+        finally:
+            os.close(hears)
+            os.close(says)
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self._drop()
+        self.phase = TemplatePhase.GIVEN_UP
+
+    def _begin(self, now: float) -> None:
+        self._times += 1
+        if self._times > _TIMES:
+            self.phase = TemplatePhase.GIVEN_UP
+            return
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there, self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(_PROGRAM), str(there.fileno()), *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+        here.setblocking(False)
+        self._door, self._since, self.phase = here, now, TemplatePhase.IMPORTING
+
+    def _look(self, now: float) -> None:
+        """Hear whether the imports are done."""
+        assert self._door is not None
+        try:
+            said = self._door.recv(LONGEST)
+        except BlockingIOError:
+            if now - self._since > _WITHIN:
+                self._drop()
+            return
+        except OSError:
+            said = b""
+        if said == READY:
+            self._door.settimeout(_ANSWER)
+            self.phase = TemplatePhase.READY
+            return
+        self._drop()
+        if said:  # it would say so again
+            say.note(f"members are started anew, not forked: {said.decode(errors='replace')}")
+            self.phase = TemplatePhase.GIVEN_UP
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def _drop(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        if self._process is not None:
+            kill_session(self._process.pid)
+            self._process.wait()
+        self._door = self._process = None
+        self.phase = TemplatePhase.ABSENT
