@@ -7,6 +7,7 @@ saved.
 
 from .alone import group
 from .entry import job
+from .forked import note_fork as note_fork  # for processes that members are forked from
 from .loop import Job
 from .step import JobStep
 

@@ -33,11 +33,10 @@ def libraries(tmp_path) -> Path:
         "torch": TORCH,
         "paceline": "",
         "paceline/data": "",
-        "paceline/elastic": "",
+        "paceline/elastic": "def note_fork(): pass",
     }.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(text)
-    (folder / "paceline/elastic/forked.py").write_text("def note_fork(): pass")
     return folder
 
 

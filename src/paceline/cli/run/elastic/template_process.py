@@ -112,7 +112,7 @@ def _become_member(own: dict[str, str], out: int, errors: int, goes: int) -> Non
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]
         numpy.random.seed()
-    from paceline.elastic.forked import note_fork
+    from paceline.elastic import note_fork
 
     note_fork()
 
