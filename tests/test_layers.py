@@ -29,7 +29,8 @@ PUBLIC = frozenset(
 LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "__main__": frozenset({"cli"}),
-        "cli": PUBLIC | {ROOT, "_doors", "_members"},  # of _members: what agents say to the keeper
+        "cli": PUBLIC
+        | {ROOT, "_doors", "_etcd", "_members"},  # of _members: what agents say to the keeper
         ROOT: PUBLIC - {"integrations"},  # they import what not everybody has
         "integrations": PUBLIC - {"integrations"} | {ROOT},
         "install": frozenset({"compiled", "ddp", "groups", "hooks", "join", "optim", "policies"}),
@@ -47,8 +48,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         "metrics": frozenset({"groups", "policies"}),
         "testing": frozenset({"_transport", "groups", "recorder"}),
         "groups": frozenset({"_transport"}),
-        "_members": frozenset({"_doors"}),
+        "_members": frozenset({"_doors", "_etcd"}),
         "_doors": frozenset(),
+        "_etcd": frozenset(),
         "_transport": frozenset(),
         "policies": frozenset(),
         # Not groups: whoever writes an event runs recorder/__init__.py first.

@@ -69,6 +69,72 @@ def two_hosts(megabits: int = 0) -> Iterator[tuple[Host, Host]]:
             _ip("netns", "delete", namespace)
 
 
+@dataclass(frozen=True)
+class Star:
+    """Hosts on one switch, each with a cable of its own."""
+
+    switch: str  # a namespace
+    hosts: tuple[Host, ...]
+
+    def cut(self, host: Host) -> None:
+        """Pull a host's cable."""
+        _ip("-n", self.switch, "link", "set", _port(host), "down")
+
+    def heal(self, host: Host) -> None:
+        """Put it back."""
+        _ip("-n", self.switch, "link", "set", _port(host), "up")
+
+    def part(self, *hosts: Host) -> None:
+        """Let these not reach each other, while all of them reach the rest."""
+        for host in hosts:
+            _run("bridge", "-n", self.switch, "link", "set", "dev", _port(host), "isolated", "on")
+
+
+def _port(host: Host) -> str:
+    return f"p{host.interface}"
+
+
+@contextmanager
+def star(count: int) -> Iterator[Star]:
+    """So many hosts on a switch; what a host has open and runs is the caller's."""
+    name = f"pl{secrets.token_hex(3)}"
+    hosts = tuple(
+        Host(f"{name}{x}", f"{name}{x}", f"192.0.2.{n}")
+        for n, x in enumerate("abcdefgh"[:count], 1)
+    )
+    made = []
+    try:
+        for namespace in (name, *(host.namespace for host in hosts)):
+            _ip("netns", "add", namespace)
+            made.append(namespace)
+        _ip("-n", name, "link", "add", "switch", "type", "bridge")
+        _ip("-n", name, "link", "set", "switch", "up")
+        for host in hosts:
+            _ip("link", "add", host.interface, "netns", host.namespace,
+                "type", "veth", "peer", "name", _port(host), "netns", name)  # fmt: skip
+            _ip("-n", name, "link", "set", _port(host), "master", "switch")
+            _ip("-n", name, "link", "set", _port(host), "up")
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.namespace, "link", "set", host.interface, "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+        yield Star(name, hosts)
+    finally:
+        for namespace in made:
+            _ip("netns", "delete", namespace)
+
+
+@functools.cache
+def no_star() -> str:
+    """Why there can be no hosts on a switch here; empty if there can."""
+    try:
+        with star(2) as made:
+            made.part(*made.hosts)
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return f"network namespaces with a bridge cannot be made: {said.strip()}"
+
+
 def _limit(host: Host, megabits: int) -> None:
     bucket = ("rate", f"{megabits}mbit", "burst", "128kb", "latency", "100ms")
     _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf", *bucket)

@@ -4,7 +4,8 @@
 reached. ``council.py`` decides who trains together. ``in_process.py`` is for ranks that are
 threads. ``keeper.py`` is the process that holds a council for others (``python -m
 paceline._members``), ``client.py`` how a rank reaches it, ``agents.py`` what launchers and it tell
-each other. ``store_host.py`` answers the ranks of a run that stay the same. Importing any of it
+each other. ``terms.py`` says which host has the keeper, where that is decided in a store outside
+the job. ``store_host.py`` answers the ranks of a run that stay the same. Importing any of it
 does not import torch.
 """
 
@@ -28,13 +29,16 @@ from .council import Council, Rules
 from .in_process import SharedCouncil, ThreadMember
 from .roster import NOTHING, HowFar, Members, Roster, RosterChange
 from .store_host import StoreHost
+from .terms import RESIGNED, ChosenTerm, KeeperSeat, SeenTerms, Terms
 from .words import Alive
 
 __all__ = [
     "NOTHING",
+    "RESIGNED",
     "AgentHello",
     "AgentWord",
     "Alive",
+    "ChosenTerm",
     "Council",
     "Dismiss",
     "EndJob",
@@ -44,6 +48,7 @@ __all__ = [
     "Formed",
     "Gone",
     "HowFar",
+    "KeeperSeat",
     "KeeperWord",
     "Members",
     "NoMore",
@@ -51,8 +56,10 @@ __all__ = [
     "Roster",
     "RosterChange",
     "Rules",
+    "SeenTerms",
     "SharedCouncil",
     "StoreHost",
+    "Terms",
     "ThreadMember",
     "connect",
 ]

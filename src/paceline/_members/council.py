@@ -55,6 +55,7 @@ class Rules(msgspec.Struct, frozen=True):
     return_within: float = 10.0  # until members are back after the keeper was replaced
     reconnect_within: float = 2.0  # …or after their connection closed
     fence_within: float = 5.0  # until an agent has ended a silent member
+    unseen: float = 0.0  # that members may train on by themselves, with nobody who reaches them
     failures: int = 3  # of the same step that end the job
     vain: int = 10  # rosters in a row that a member had trouble with, which end it too
 
@@ -100,6 +101,7 @@ class Council:
         self._held_since = inf  # a decision, for want of members
         self._held_until = inf
         self._remember_until = now + rules.return_within if last_roster else inf
+        self._unseen_until = -inf  # members of the current roster, which may train on
         self._wanted: dict[str, int] = {}  # members, by the agents of each host
         self._no_more: dict[str, str] = {}  # why agents of a host start no more
         self._lost_at = inf  # when the first was known that is not in the current roster any more
@@ -112,6 +114,15 @@ class Council:
         """Give what is to be sent, and to whom; each word once."""
         out, self._out = self._out, []
         return out
+
+    def recall(self, roster: Roster, now: float, lost: str = "") -> None:
+        """Know which roster was the last of the keeper before this one, which was elsewhere.
+
+        ``lost``: why it cannot be used on, if so; its members are told when they come back.
+        """
+        self._adopt(roster, now)
+        if lost:
+            self._give_up(dict.fromkeys(roster.members, lost))
 
     # Members come and go.
 
@@ -303,7 +314,11 @@ class Council:
         """See whether a time has come that something was to happen at."""
         for member, living in list(self.living.items()):
             if living.gone_at <= now:
+                if member in self.current.members:  # nobody saw it end
+                    self._unseen_until = now + self.rules.unseen
                 self.lose(member, living.gone_why, now)
+        if self._unseen_until <= now:
+            self._unseen_until = -inf
         if self._give_up_at <= now:
             self._give_up(self._reasons)
         if self._remember_until <= now:
@@ -313,6 +328,8 @@ class Council:
     def next_time(self) -> float:
         """Say when :meth:`time` has to be called, if nothing else happens before; may be inf."""
         times = [self._give_up_at, self._held_until, self._remember_until]
+        if self._unseen_until > -inf:
+            times.append(self._unseen_until)
         return min(times + [living.gone_at for living in self.living.values()])
 
     def awaited(self) -> str:
@@ -337,6 +354,8 @@ class Council:
             self._held_since = self._held_until = inf
             return
         chosen = stayers + self._newcomers(len(stayers))
+        if not stayers and now < self._unseen_until:
+            return  # the whole roster may train on, where nobody sees it
         if self._are_too_few(chosen, stayers, now):
             return
         self._held_since = self._held_until = inf

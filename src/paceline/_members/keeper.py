@@ -19,11 +19,12 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from .._doors import bind_private, check_user
-from ..errors import KeeperTakenError, StrangerError
+from ..errors import KeeperTakenError, StrangerError, TermOverError
 from .council import Rules
 from .frames import LIMIT, FrameError, Unpacker, pack
 from .journal import Journal
 from .service import HangUp, Incoming, Service
+from .terms import TermRight
 
 FIRST_LIMIT = 1 << 20  # bytes of a first word
 FIRST_WITHIN = 2.0  # seconds until it is whole
@@ -88,12 +89,19 @@ class KeeperCaller:
 class Keeper:
     """Serves members and agents at a path until the job is over and everybody has gone."""
 
-    def __init__(self, path: str | Path, rules: Rules, silent_after: float = 60.0):
+    def __init__(
+        self,
+        path: str | Path,
+        rules: Rules,
+        silent_after: float = 60.0,
+        right: TermRight | None = None,
+    ):
+        self._right = right
         self._path = Path(path)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _take_place(self._path.with_suffix(".lock"))
         journal = Journal(self._path.with_suffix(".journal"))
-        self._service = Service(rules, monotonic(), journal, silent_after)
+        self._service = Service(rules, monotonic(), journal, silent_after, right)
         self._selector = selectors.DefaultSelector()
         self._callers: dict[int, KeeperCaller] = {}
         self._unknown: dict[int, KeeperCaller] = {}  # the oldest first
@@ -115,13 +123,16 @@ class Keeper:
         return listener
 
     def run(self) -> None:
-        """Serve until there is nobody left to serve."""
+        """Serve until there is nobody left to serve; raises TermOverError if it may not."""
         while not self._is_over(monotonic()):
             self.turn()
 
     def turn(self, longest: float = 1.0) -> None:
         """Wait for something to happen, at most so many seconds, and see to it."""
-        for key, ready in self._selector.select(self._wait(longest)):
+        events = self._selector.select(self._wait(longest))
+        if self._right is not None:
+            self._right.check()
+        for key, ready in events:
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, KeeperCaller):
@@ -152,6 +163,8 @@ class Keeper:
             return 0.0
         now = monotonic()
         until = min([self._service.next_time(), now + longest, *self._ending.values()])
+        if self._right is not None:
+            until = min(until, self._right.until)
         if self._unknown:
             until = min(until, next(iter(self._unknown.values())).deadline)
         return max(0.0, until - now)
@@ -203,6 +216,8 @@ class Keeper:
         except FrameError:
             self._drop(caller)
             return
+        except TermOverError:
+            raise
         except Exception:  # a bug of ours: it must not be in anybody's power to end the keeper
             traceback.print_exc()
             self._drop(caller)

@@ -13,6 +13,7 @@ from math import inf
 
 import msgspec
 
+from ..errors import TermOverError
 from .agents import (
     AgentHello,
     AgentWord,
@@ -35,6 +36,8 @@ from .journal import (
     NoJournal,
 )
 from .keys import CHANGING, Answered, AskKeys, CancelKeys, Keys, KeysAnswer
+from .roster import Roster
+from .terms import TermRight
 from .words import (
     Alive,
     Enrol,
@@ -87,14 +90,20 @@ class Service:
         now: float,
         journal: Journal | NoJournal | None = None,
         silent_after: float = inf,
+        right: TermRight | None = None,
     ):
         self._journal = journal or NoJournal()
+        self._right = right
         self._silent_after = silent_after
         self._answers: dict[int, OrderedDict[int, KeysAnswer]] = {}
         self._keys = Keys(0)
         self._numbers = GivenNumbers()
         self._replay()
+        if right is not None:
+            self._numbers = GivenNumbers(right.state.next_member, right.state.last_roster)
         self.council = Council(rules, now, self._numbers.next_member, self._numbers.last_roster)
+        if right is not None and right.state.roster is not None:
+            self._recall(right.state.roster, now)
         self.lines: dict[int, KeeperLine] = {}
         self._member_lines: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
@@ -262,6 +271,8 @@ class Service:
         """Write what must outlive this process; then let words go out."""
         council = self.council
         numbers = GivenNumbers(council.next_member, council.last_roster)
+        if self._right is not None:
+            self._promise(self._right, numbers)
         if numbers != self._numbers:
             self._numbers = numbers
             self._journal.note(numbers)
@@ -277,6 +288,19 @@ class Service:
             elif whom in self._member_lines:
                 self._out.append((self._member_lines[whom], word))
         self._hang_up_on_the_gone()
+
+    def _promise(self, right: TermRight, numbers: GivenNumbers) -> None:
+        """Write what must outlive this host; what nobody may hear of any more is not said."""
+        council = self.council
+        try:
+            if numbers != self._numbers:
+                right.write(numbers.next_member, numbers.last_roster, council.current)
+            if council.ended and not right.state.ended:
+                right.end(council.ended, council.ended_well)
+        except TermOverError:
+            self._out.clear()
+            council.take()
+            raise
 
     def _hang_up_on_the_gone(self) -> None:
         for member in [m for m in self._member_lines if m in self.council.gone]:
@@ -304,6 +328,15 @@ class Service:
         answers[answer.id] = answer
         if len(answers) > REMEMBERED:
             answers.popitem(last=False)
+
+    def _recall(self, roster: Roster, now: float) -> None:
+        """Go on with the roster of a keeper that may have been on another host."""
+        lost = "" if self._keys.roster == roster.number else "its keys were lost with their keeper"
+        if lost:
+            self._keys = Keys(roster.number)
+            self._keys.close(lost)
+            self._answers.clear()
+        self.council.recall(roster, now, lost)
 
     def _replay(self) -> None:
         """Be what the keeper before this one was when it was killed."""

@@ -87,8 +87,14 @@
     ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
     │   ├── LaunchCountError       …as many as were asked for
     │   ├── PortTakenError         …where their port is taken
-    │   └── KeyFileError           …where the key file of the job is no good
+    │   ├── KeyFileError           …where the key file of the job is no good
+    │   ├── StoreUrlError          …where --store is no etcd that can be used
+    │   ├── StoreUnreachableError  …or this host did not reach it in its time
+    │   └── HostLeftBehindError    …or the job ended while this host was cut off
     ├── StrangerError              who answered is no part of the job           (ConnectionError)
+    ├── StoreLostError             the store of several hosts does not answer   (ConnectionError)
+    ├── StoreAnswerError           …or is none                                  (ConnectionError)
+    ├── TermOverError              a keeper that may not decide any more        (RuntimeError)
     ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
     ├── JobArgumentError           an elastic job of things that cannot be      (ValueError)
     ├── JobStateError              …whose state does not fit this rank          (RuntimeError)
@@ -214,6 +220,14 @@ from .optim import (
 )
 from .recorder import RecorderArgumentError
 from .report import DamagedLogError, LogVersionError, RunMissingError
+from .stores import (
+    HostLeftBehindError,
+    StoreAnswerError,
+    StoreLostError,
+    StoreUnreachableError,
+    StoreUrlError,
+    TermOverError,
+)
 from .versions import UnsupportedTorchError
 
 __all__ = [
@@ -244,6 +258,7 @@ __all__ = [
     "HookRefusedError",
     "HookResultError",
     "HookStateError",
+    "HostLeftBehindError",
     "InputsExhaustedError",
     "IntegrationMissingError",
     "JobArgumentError",
@@ -307,7 +322,12 @@ __all__ = [
     "StartMismatchError",
     "StateCopyError",
     "StepMismatchError",
+    "StoreAnswerError",
+    "StoreLostError",
+    "StoreUnreachableError",
+    "StoreUrlError",
     "StrangerError",
+    "TermOverError",
     "ThawedParameterError",
     "UnexpectedOptionError",
     "UnfinalizedError",

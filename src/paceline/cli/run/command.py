@@ -108,6 +108,19 @@ _KEY = _option(
     "What machines know each other by: a copy of the same file on each (--new-key makes it). none: "
     "whoever reaches the port can join, as with torchrun.",
 )
+_STORE = _option(
+    _MACHINES,
+    "URL",
+    "An etcd, etcd://HOST:PORT[,HOST:PORT], where machines of an elastic job agree on who keeps "
+    "its list of members, so that any of them may be lost; in place of --rdzv-endpoint. etcds:// "
+    "for TLS, with ?ca=FILE&cert=FILE&key=FILE.",
+)
+_LISTEN = _option(
+    _MACHINES,
+    "HOST[:PORT]",
+    "With --store: this machine's own address, which the others reach; by default the one that "
+    "leads to the store, and a free port.",
+)
 _NEW_KEY = _option(_MACHINES, "FILE", "Make such a file, and do nothing else.")
 _RAY = _option(
     _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
@@ -144,6 +157,8 @@ def run(
     rdzv_id: Annotated[str | None, _RDZV_ID] = None,
     key: Annotated[str | None, _KEY] = None,
     new_key: Annotated[str | None, _NEW_KEY] = None,
+    store: Annotated[str, _STORE] = "",
+    listen: Annotated[str, _LISTEN] = "",
     ray: Annotated[str | None, _RAY] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
@@ -176,6 +191,8 @@ def run(
         rdzv_id,
         ranks_per_gpu,
         key,
+        store,
+        listen,
     )
     chosen = Script(
         script,

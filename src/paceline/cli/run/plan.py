@@ -46,6 +46,8 @@ class Asked:
     rdzv_id: str | None = None
     ranks_per_gpu: int = 1
     key: str | None = None  # a file, or "none"
+    store: str = ""  # an etcd
+    listen: str = ""  # this machine's own address, with a port or without
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Launch:
     why: str = ""  # how nproc came about, where it was not given
     seats: tuple[Mapping[str, str], ...] = ()  # variables of each local rank, if they differ
     key: str = ""  # the file that machines know each other by; empty: they do not ask
+    store: str = ""  # an etcd; then address and port are those of this machine, if they are given
 
     @property
     def elastic(self) -> bool:
@@ -156,6 +159,11 @@ def _by_hand(asked: Asked, machine: Machine) -> Launch:
     if most == 1:
         _check_node_rank(asked.node_rank or 0, 1)
         return Launch(nproc, 1, 1, 0, address or "127.0.0.1", port, asked.rdzv_id or "", why)
+    if asked.store:
+        own = _own_place(asked.listen)
+        key = _key_of(asked, most)
+        run_id = asked.rdzv_id or ""
+        return Launch(nproc, least, most, None, *own, run_id, why, key=key, store=asked.store)
     if not address or not port:
         raise LaunchError(
             f"{most} machines need a place to meet",
@@ -237,6 +245,20 @@ def _meeting_point(asked: Asked) -> tuple[str, int]:
     return host.strip("[]"), _check_port(int(port))
 
 
+def _own_place(listen: str) -> tuple[str, int]:
+    """Where this machine is to listen; empty: on the way to the store, and 0: at a free port.
+
+    >>> _own_place("10.0.0.1:29400"), _own_place("[fe80::1]"), _own_place("")
+    (('10.0.0.1', 29400), ('fe80::1', 0), ('', 0))
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or listen.endswith("]"):
+        host, port = listen, "0"
+    if not port.isdecimal() or (colon and not host):
+        raise LaunchError(f"--listen is {listen}", "Give HOST or HOST:PORT.")
+    return host.strip("[]"), _check_port(int(port))
+
+
 def _check_port(port: int) -> int:
     if not 0 <= port < 2**16:
         raise LaunchError(f"{port} is no port", "Ports go from 1 to 65535.")
@@ -269,8 +291,11 @@ def _one_machine_of(task: ScheduledTask, asked: Asked, machine: Machine) -> Laun
     nproc, why = choose_nproc(asked.nproc, machine, asked.ranks_per_gpu)
     if task.nodes == 1:
         return Launch(nproc, 1, 1, 0, "127.0.0.1", asked.master_port or 0, "", why)
-    address, port = _address(task, asked), asked.master_port or port_of(task.job)
     nodes, rank, key = task.nodes, task.node_rank, _key_of(asked, task.nodes)
+    if asked.store:
+        own = _own_place(asked.listen)
+        return Launch(nproc, nodes, nodes, rank, *own, task.job, why, key=key, store=asked.store)
+    address, port = _address(task, asked), asked.master_port or port_of(task.job)
     return Launch(nproc, nodes, nodes, rank, address, port, task.job, why, key=key)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from ..._etcd import parse_store
 from ...errors import LaunchError
 from .. import say, sharing
 from ..machine import Machine, ThisMachine
@@ -38,6 +39,7 @@ def start(
     shown = parse_ranks(show)
     if elastic is not None:
         check_elastic(elastic, ray)
+    check_store(asked, elastic)
     if ray is not None:
         _refuse_sharing_on_ray(asked)
         from .on_ray import launch_on_ray
@@ -52,6 +54,8 @@ def start(
             _refuse_elastic("srun or mpirun with one task for each rank", "one for each machine")
         become(plan, script)
     if elastic is not None:
+        if asked.store and plan.max_nodes == 1:
+            raise LaunchError("--store is for several hosts, and --nnodes is 1", "Leave it out.")
         return _start_elastic(plan, script, elastic, shown)
     if plan.max_nodes == 1:  # else ranks are counted when the machines have met
         check_shown(shown, plan.nproc)
@@ -95,6 +99,17 @@ def check_elastic(elastic: Elastic, ray: str | None) -> None:
     ):
         if not 0 < seconds <= _LONGEST:  # nan is neither
             raise LaunchError(f"--{name} is {seconds:g}", f"Give seconds, up to {_LONGEST:g}.")
+
+
+def check_store(asked: Asked, elastic: Elastic | None) -> None:
+    """Refuse a store that is none, or that nobody would ask."""
+    if asked.listen and not asked.store:
+        raise LaunchError("--listen goes with --store", "Leave it out, or give --store too.")
+    if not asked.store:
+        return
+    parse_store(asked.store)
+    if elastic is None:
+        raise LaunchError("--store keeps who is in an elastic job", "Give --elastic, or no store.")
 
 
 def _refuse_elastic(by: str, instead: str) -> NoReturn:

@@ -28,7 +28,6 @@ from ...._members import (
     NoMore,
     Over,
 )
-from ....errors import LaunchError
 from ... import say
 from ..screen import OutputReader
 from ..signals import signals_noted
@@ -87,6 +86,7 @@ class ElasticAgent:
     processes: dict[int, MemberProcess] = field(default_factory=dict)
     reports: dict[int, FailureReport] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)  # how members ended, the latest
+    _had_keeper: bool = False
     _asked: int = 0  # numbers that were asked for and have not come
     _told_no_more: bool = False
     _ask_at: float | None = None
@@ -130,20 +130,18 @@ class ElasticAgent:
         """See that there is a keeper, and hear what it says."""
         if how := self.keeper.look(now):
             self._disconnect()
-            self.story.keepers += 1
-            say.note(f"the process that keeps the roster is replaced: {how}")
+            self.story.keepers += self._had_keeper
+            say.note(how)
         if self.link.connected:
             self._talk(now)
         elif self.link.connect(self._hello()):
             self._asked, self._told_no_more, self._asked_at = 0, False, 0.0
+            self._had_keeper = True
             self._selector.register(self.link, selectors.EVENT_READ)
+        if self.keeper.over is not None:
+            self._note_over(self.keeper.over, now)
         if now - self._heard_at > self.limits.keeper_within:
-            raise LaunchError(
-                "the process that keeps the roster has not answered for "
-                f"{self.limits.keeper_within:g} s; the members of this host are ended, since the "
-                "others may have gone on without them",
-                "If it is on another host, look at the network between them.",
-            )
+            raise self.keeper.unheard(self.limits.keeper_within)
 
     def _talk(self, now: float) -> None:
         """Hear what the keeper says, and ask it to say something now and then."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from ...._doors import AGENT, Identity, JobKey, Porter, bind_private, listen
 from ....errors import LaunchError, PortTakenError
 from ..plan import Launch
-from .keeper import KeeperProcess, Keeping
+from .elected import elect_keeper
+from .keeper import KeeperProcess, Keeping, keeper_unheard
 
 _SERVICE = "keeper"
 _ELSEWHERE = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE})
@@ -25,6 +26,7 @@ class ServedKeeper:
 
     serves_others = True
     pause = 0.005
+    over = None
 
     def __init__(
         self, keeper: KeeperProcess, path: str, listener: socket.socket, identity: Identity
@@ -37,6 +39,10 @@ class ServedKeeper:
         """Put another in its place if it has ended."""
         return self._keeper.look(now)
 
+    def unheard(self, seconds: float) -> LaunchError:
+        """Say why nothing was heard of it for so long."""
+        return keeper_unheard(seconds)
+
     def end(self) -> None:
         """Hang up on the others, and leave nothing of it."""
         self._porter.close()
@@ -48,6 +54,7 @@ class DistantKeeper:
 
     serves_others = False
     pause = 0.1
+    over = None
 
     def __init__(self, path: str, address: tuple[str, int], identity: Identity) -> None:
         self._porter = Porter()
@@ -57,16 +64,25 @@ class DistantKeeper:
         """Nothing: whether it answers is seen by who asks it."""
         return ""
 
+    def unheard(self, seconds: float) -> LaunchError:
+        """Say why nothing was heard of it for so long."""
+        return keeper_unheard(seconds)
+
     def end(self) -> None:
         """Hang up."""
         self._porter.close()
 
 
-def open_keeper(plan: Launch, path: str, command: Sequence[str], folder: Path) -> Keeping:
+def open_keeper(
+    plan: Launch, path: str, command: Sequence[str], folder: Path, lease: int
+) -> Keeping:
     """A keeper that listens at ``path`` here, be it of this host or of the first of several."""
     if plan.max_nodes == 1:
         return KeeperProcess(command, folder)
-    identity = JobKey.read(plan.key).identity(AGENT)
+    key = JobKey.read(plan.key)
+    identity = key.identity(AGENT)
+    if plan.store:
+        return elect_keeper(plan, key, command, folder, lease)
     listener = _listen_if_first(plan)
     if listener is None:
         return DistantKeeper(path, (plan.address, plan.port), identity)

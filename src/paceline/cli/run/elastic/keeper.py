@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from ...._members import RESIGNED, Over
 from ....errors import LaunchError
 from ..sessions import kill_session
 from ..verdict import RankEnding, describe
@@ -28,11 +29,23 @@ _TAIL = 2000  # characters of what it wrote
 class Keeping(Protocol):
     """What keeps the roster, here or on another host."""
 
-    serves_others: bool  # members of other hosts need it as well
-    pause: float  # seconds between two attempts to reach it
+    @property
+    def serves_others(self) -> bool:
+        """Whether members of other hosts need it as well."""
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two attempts to reach it."""
+
+    @property
+    def over(self) -> Over | None:
+        """How the job has ended, where that is known without a word of the keeper."""
 
     def look(self, now: float) -> str:
-        """See that it is there; returns how a keeper of this host has ended, if one has."""
+        """See that it is there; returns what has become of the one before, if it is another."""
+
+    def unheard(self, seconds: float) -> LaunchError:
+        """Say why nothing was heard of it for so long."""
 
     def end(self) -> None:
         """Leave nothing of it."""
@@ -43,6 +56,7 @@ class KeeperProcess:
 
     serves_others = False
     pause = 0.005
+    over = None
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = [*command]
@@ -75,7 +89,16 @@ class KeeperProcess:
         self._process, self._began = self._spare, now
         self._release(self._process)
         self._spare = self._start()
-        return how
+        return f"the process that keeps the roster is replaced: {how}"
+
+    @property
+    def resigned(self) -> bool:
+        """Whether it ended since another host's keeper was chosen."""
+        return self._process.poll() == RESIGNED
+
+    def unheard(self, seconds: float) -> LaunchError:
+        """Say why nothing was heard of it for so long."""
+        return keeper_unheard(seconds)
 
     def end(self) -> None:
         """Leave nothing of it."""
@@ -116,6 +139,15 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         assert process.stdin is not None
         process.stdin.close()
+
+
+def keeper_unheard(seconds: float) -> LaunchError:
+    """That no keeper answers."""
+    return LaunchError(
+        f"the process that keeps the roster has not answered for {seconds:g} s; the members of "
+        "this host are ended, since the others may have gone on without them",
+        "If it is on another host, look at the network between them.",
+    )
 
 
 def keeper_command(path: str, ranks: int, least: int, heartbeat: float) -> list[str]:

@@ -26,6 +26,8 @@ from .template import Template
 
 _OPEN_FILES, _FILES_PER_MEMBER = 128, 8  # that an agent has: its own, and two pipes and a pidfd
 _LONGEST_PATH = 100  # bytes of a socket's path; the kernel takes 107
+_SHORTEST_LEASE, _LONGEST_LEASE = 2, 10  # seconds
+_MEMBER_ENDS = 60.0  # seconds after which a member ends that reaches no keeper
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -73,7 +75,8 @@ def _agent(
     folder: Path,
     show: Collection[int],
 ) -> ElasticAgent:
-    path = str(folder / "members")
+    path, lease = str(folder / "members"), lease_seconds(elastic.heartbeat)
+    within = elastic.heartbeat + (2 * lease if plan.store else 0)
     command = script.command()
     environment = _environment(plan, script, size, folder, path)
     copied = None if elastic.cold else Template(command[1:], environment, folder / "template.log")
@@ -81,8 +84,8 @@ def _agent(
         os.uname().nodename,
         Places(size),
         MemberStart(command, environment, plan.seats, copied),
-        AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after, elastic.heartbeat),
-        open_keeper(plan, path, _keeper(plan, elastic, path), folder),
+        AgentLimits(elastic.grace, elastic.patience, elastic.stopped_after, within),
+        open_keeper(plan, path, _keeper(plan, elastic, path), folder, lease),
         KeeperLink(path),
         OutputReader(),
         folder,
@@ -94,7 +97,18 @@ def _keeper(plan: Launch, elastic: Elastic, path: str) -> list[str]:
     """How a keeper is started; more ranks than all but one of the hosts have take all of them."""
     first = plan.nproc * plan.min_nodes
     least = max(elastic.min_ranks, plan.nproc * (plan.min_nodes - 1) + 1)
-    return keeper_command(path, first, least, elastic.heartbeat)
+    if plan.max_nodes == 1:
+        return keeper_command(path, first, least, elastic.heartbeat)
+    here = str(Path(path).with_name("keeper")) if plan.store else path
+    lease = lease_seconds(elastic.heartbeat)
+    back, unseen = min(10.0, max(3.0, lease)), max(elastic.heartbeat, _MEMBER_ENDS) + 3 * lease
+    more = ["--return-within", f"{back:g}", "--unseen", f"{unseen:g}"]
+    return [*keeper_command(here, first, least, elastic.heartbeat), *more]
+
+
+def lease_seconds(heartbeat: float) -> int:
+    """How long a keeper's lease is: several fit into what others wait for a keeper."""
+    return min(_LONGEST_LEASE, max(_SHORTEST_LEASE, round(heartbeat / 4)))
 
 
 def _environment(

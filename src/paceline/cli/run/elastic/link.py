@@ -46,7 +46,7 @@ class KeeperLink:
             return False
         self._socket = found
         self.say(hello)
-        return True
+        return self.connected  # not if it was hung up on at once
 
     def fileno(self) -> int:
         """The descriptor to watch while connected."""

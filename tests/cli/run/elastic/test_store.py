@@ -1,0 +1,112 @@
+"""Elastic jobs whose hosts agree in an etcd: any of them may be lost, also the first."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline._doors import JobKey
+from tests.cli.run.elastic.test_hosts import TRAIN, read_until, weights
+from tests.etcd.server import etcd_server, no_etcd
+from tests.groups.netns import Host, Star, no_star, star
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(no_etcd()), reason=no_etcd()),
+    pytest.mark.skipif(bool(no_star()), reason=no_star()),
+]
+DEADLINE = 150.0  # seconds
+HEARTBEAT = 8  # so that a lease is 2 s
+GOES_ON = "train on"
+
+
+@dataclass
+class StoreJob:
+    """A folder with a script and a key, hosts on a switch, and an etcd on the last of them."""
+
+    folder: Path
+    star: Star
+    store: str
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return self.star.hosts[:-1]
+
+    @contextmanager
+    def agent(self, host: Host, *options: object) -> Iterator[subprocess.Popen[str]]:
+        """``paceline run`` on a host whose processes all die with the one that is given."""
+        python = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc", "2"]
+        store = ["--store", f"etcd://{self.store}", "--key", str(self.folder / "key")]
+        words = [*python, *store, "--heartbeat", str(HEARTBEAT), *map(str, options)]
+        command = f"{' '.join(words)} {self.folder / 'train.py'}"
+        inside = f"hostname {host.namespace[-1]} && exec timeout -k 5 {DEADLINE:g} {command}"
+        spaces = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with subprocess.Popen(
+            ["ip", "netns", "exec", host.namespace, *spaces, "sh", "-c", inside],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": host.interface},
+            start_new_session=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()  # and with it everything in its PID namespace
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[StoreJob]:
+    (tmp_path / "train.py").write_text(TRAIN.replace("480", "1600"))
+    JobKey.make().write(tmp_path / "key")
+    with star(3) as made:
+        etcd = made.hosts[-1]
+        inside = ["ip", "netns", "exec", etcd.namespace]
+        with etcd_server(tmp_path, etcd.address, 2379, inside) as where:
+            yield StoreJob(tmp_path, made, where)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> set[str]:
+    """The weights of one process that trains alone."""
+    script = tmp_path_factory.mktemp("alone") / "train.py"
+    script.write_text(TRAIN.replace("480", "1600").replace("sleep(0.05)", "sleep(0)"))
+    said = subprocess.run(
+        [sys.executable, str(script)], check=True, capture_output=True, text=True, timeout=DEADLINE
+    ).stdout
+    return weights("".join(f"[0] {line}\n" for line in said.splitlines()))
+
+
+def test_the_loss_of_the_first_host_does_not_end_the_job(job, undisturbed) -> None:
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        read_until(first, "this host keeps the roster (term 1)")
+        with job.agent(job.hosts[1], "--nnodes", "1:2") as second:
+            said = read_until(second, "fifth step")
+            first.kill()
+            said += second.communicate(timeout=DEADLINE)[0]
+    assert second.returncode == 0, said
+    assert "this host keeps the roster (term 2)" in said
+    assert weights(said) == undisturbed
+
+
+def test_a_first_host_that_is_cut_off_ends_and_the_other_goes_on(job, undisturbed) -> None:
+    with (
+        job.agent(job.hosts[0], "--nnodes", "1:2") as first,
+        ExitStack() as stack,
+    ):
+        alone = read_until(first, "this host keeps the roster (term 1)")
+        second = stack.enter_context(job.agent(job.hosts[1], "--nnodes", "1:2"))
+        said = read_until(second, "fifth step")
+        job.star.cut(job.hosts[0])
+        said += second.communicate(timeout=DEADLINE)[0]
+        alone += first.communicate(timeout=DEADLINE)[0]
+    assert second.returncode == 0, said
+    assert weights(said) == undisturbed
+    assert first.returncode == 2, alone
+    assert "the store was not reached" in alone
+    assert not weights(alone)
