@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline._etcd import Condition, Kept, Put
+from paceline._etcd import Condition, KeptKey, Put
 from paceline.errors import StoreLostError
 
 
@@ -11,7 +11,7 @@ class FakeEtcd:
     """What ``Etcd`` is, without a server. ``fault`` is asked before and after each call."""
 
     def __init__(self) -> None:
-        self.keys: dict[str, tuple[Kept, int]] = {}  # with their lease
+        self.keys: dict[str, tuple[KeptKey, int]] = {}  # with their lease
         self.leases: set[int] = set()
         self.revision = 1
         self.fault: Callable[[str, str], bool] = lambda call, when: False
@@ -39,7 +39,7 @@ class FakeEtcd:
         self.leases.discard(lease)
         self.keys = {k: kept for k, kept in self.keys.items() if kept[1] != lease}
 
-    def read(self, *keys: str) -> dict[str, Kept]:
+    def read(self, *keys: str) -> dict[str, KeptKey]:
         with self.lock:
             self._may_fail("read", "before")
             return {key: self.keys[key][0] for key in keys if key in self.keys}
@@ -60,7 +60,7 @@ class FakeEtcd:
         for key, put in puts.items():
             before = self.keys.get(key)
             created = before[0].created if before else self.revision
-            self.keys[key] = Kept(put.value, created, self.revision), put.lease
+            self.keys[key] = KeptKey(put.value, created, self.revision), put.lease
         return self.revision
 
     def _holds(self, condition: Condition) -> bool:

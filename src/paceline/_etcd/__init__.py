@@ -7,6 +7,6 @@ deadline and known types.
 """
 
 from .address import StoreAddress, parse_store
-from .client import Condition, Etcd, Kept, Put
+from .client import Condition, Etcd, KeptKey, Put
 
-__all__ = ["Condition", "Etcd", "Kept", "Put", "StoreAddress", "parse_store"]
+__all__ = ["Condition", "Etcd", "KeptKey", "Put", "StoreAddress", "parse_store"]

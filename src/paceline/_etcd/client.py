@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptKey:
     """What a key has."""
 
     value: bytes
@@ -54,7 +54,7 @@ class Condition:
     changed: int | None = None
 
 
-class _Header(msgspec.Struct):
+class _TxnHeader(msgspec.Struct):
     revision: int = 0
 
 
@@ -78,18 +78,18 @@ class _KeyValue(msgspec.Struct):
     mod_revision: int = 0
 
 
-class _Range(msgspec.Struct):
+class _KeyRange(msgspec.Struct):
     kvs: list[_KeyValue] = []
 
 
-class _Response(msgspec.Struct):
-    response_range: _Range | None = None
+class _TxnResponse(msgspec.Struct):
+    response_range: _KeyRange | None = None
 
 
-class _Done(msgspec.Struct):
-    header: _Header
+class _TxnDone(msgspec.Struct):
+    header: _TxnHeader
     succeeded: bool = False
-    responses: list[_Response] = []
+    responses: list[_TxnResponse] = []
 
 
 class _Refusal(msgspec.Struct):
@@ -140,15 +140,15 @@ class Etcd:
         with suppress(_LeaseOverError):
             self._ask("lease/revoke", {"ID": str(lease)}, _Nothing)
 
-    def read(self, *keys: str) -> dict[str, Kept]:
+    def read(self, *keys: str) -> dict[str, KeptKey]:
         """Those of ``keys`` that are there, all at the same moment."""
         wanted = [{"request_range": {"key": _text(key)}} for key in keys]
-        done = self._ask("kv/txn", {"success": wanted}, _Done)
+        done = self._ask("kv/txn", {"success": wanted}, _TxnDone)
         found = [
             kv for one in done.responses if one.response_range for kv in one.response_range.kvs
         ]
         return {
-            kv.key.decode(errors="replace"): Kept(kv.value, kv.create_revision, kv.mod_revision)
+            kv.key.decode(errors="replace"): KeptKey(kv.value, kv.create_revision, kv.mod_revision)
             for kv in found
         }
 
@@ -162,7 +162,7 @@ class Etcd:
             "success": [{"request_put": _put(key, put)} for key, put in puts.items()],
         }
         try:
-            done = self._ask("kv/txn", asked, _Done, once=True)
+            done = self._ask("kv/txn", asked, _TxnDone, once=True)
         except _LeaseOverError:
             return None
         return done.header.revision if done.succeeded else None

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from .._etcd import Condition, Etcd, Kept, Put
+from .._etcd import Condition, Etcd, KeptKey, Put
 from ..errors import StoreAnswerError, TermOverError
 from .roster import HowFar, Roster
 
@@ -40,7 +40,7 @@ class KeeperSeat(msgspec.Struct, frozen=True):
     port: int
 
 
-class JobState(msgspec.Struct, frozen=True):
+class KeptJob(msgspec.Struct, frozen=True):
     """What outlives every keeper of a job."""
 
     job: str  # told from another one of the same name
@@ -67,7 +67,7 @@ class ChosenTerm(msgspec.Struct, frozen=True):
 class SeenTerms:
     """The store at one moment."""
 
-    state: JobState | None
+    state: KeptJob | None
     changed: int  # the revision of the state; 0: there is none
     seat: KeeperSeat | None
     created: int  # the revision that made the seat; 0: there is none
@@ -85,7 +85,7 @@ class Terms:
         found = self.etcd.read(self._seat, self._state)
         seat, state = found.get(self._seat), found.get(self._state)
         return SeenTerms(
-            None if state is None else _decoded(state, JobState),
+            None if state is None else _decoded(state, KeptJob),
             0 if state is None else state.changed,
             None if seat is None else _decoded(seat, KeeperSeat),
             0 if seat is None else seat.created,
@@ -110,7 +110,7 @@ class Terms:
             return None
         return ChosenTerm(self.prefix, state.job, state.term, lease, seconds, created)
 
-    def write(self, held: ChosenTerm, state: JobState, changed: int) -> int | None:
+    def write(self, held: ChosenTerm, state: KeptJob, changed: int) -> int | None:
         """Write the state, if the seat is still that one's and nobody else has written."""
         lease = self.etcd.grant(REMEMBERED) if state.ended else 0
         mine = [
@@ -120,10 +120,10 @@ class Terms:
         return self.etcd.write({self._state: Put(msgspec.json.encode(state), lease)}, mine)
 
 
-def next_state(before: JobState | None) -> JobState:
+def next_state(before: KeptJob | None) -> KeptJob:
     """The state that a new term begins with: that of a job that goes on, or of a new one."""
     if before is None or before.ended:
-        return JobState(secrets.token_hex(8), 1 if before is None else before.term + 1)
+        return KeptJob(secrets.token_hex(8), 1 if before is None else before.term + 1)
     return msgspec.structs.replace(before, term=before.term + 1)
 
 
@@ -181,7 +181,7 @@ class TermRight:
         with suppress(OSError):  # it ends by itself
             self._terms.etcd.revoke(self._held.lease)
 
-    def _write(self, state: JobState) -> None:
+    def _write(self, state: KeptJob) -> None:
         """Write until it is known to be written; the lease ends before the patience does."""
         while True:
             self.check()
@@ -194,7 +194,7 @@ class TermRight:
                 self._closing.wait(RETRY)
         self.state, self._changed = state, changed
 
-    def _written_already(self, state: JobState) -> int:
+    def _written_already(self, state: KeptJob) -> int:
         """The revision of a write whose answer was lost; raises if another keeper has the seat."""
         seen = self._terms.look()
         if seen.created == self._held.created and seen.state == state:
@@ -202,7 +202,7 @@ class TermRight:
         self._why = "another keeper was chosen"
         raise TermOverError(self._held.term, self._why)
 
-    def _find_state(self) -> tuple[JobState, int]:
+    def _find_state(self) -> tuple[KeptJob, int]:
         while True:
             self.check()
             try:
@@ -243,7 +243,7 @@ def _short(roster: Roster | None) -> Roster | None:
 Kind = TypeVar("Kind")
 
 
-def _decoded(kept: Kept, kind: type[Kind]) -> Kind:
+def _decoded(kept: KeptKey, kind: type[Kind]) -> Kind:
     try:
         return msgspec.json.decode(kept.value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

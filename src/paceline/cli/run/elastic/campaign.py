@@ -16,7 +16,7 @@ POLL = 0.5  # seconds between two looks
 
 
 @dataclass(frozen=True)
-class Standing:
+class HostStanding:
     """How things are: at most one of the first two is there."""
 
     mine: ChosenTerm | None = None  # the keeper is to be here
@@ -30,7 +30,7 @@ class Campaign:
 
     def __init__(self, terms: Terms, me: KeeperSeat, seconds: int, poll: float = POLL) -> None:
         self._terms, self._me, self._seconds, self._poll = terms, me, seconds, poll
-        self.standing = Standing()
+        self.standing = HostStanding()
         self.reached_at = time.monotonic()
         self.trouble = ""  # why the store was not reached at the last look
         self._job = ""  # the job that this host has a part in
@@ -74,33 +74,33 @@ class Campaign:
             except OSError as error:
                 self.trouble = str(error)
 
-    def _judge(self, seen: SeenTerms) -> Standing:
+    def _judge(self, seen: SeenTerms) -> HostStanding:
         state = seen.state
         if self._job and (state is None or state.job != self._job):
-            return Standing(left_behind="it was begun again without this host")
+            return HostStanding(left_behind="it was begun again without this host")
         if self._job and state is not None and state.ended:
-            return Standing(over=Over(state.ended, failed=not state.well))
+            return HostStanding(over=Over(state.ended, failed=not state.well))
         if seen.seat is None:
             return self._take(seen)
         self._job = seen.seat.job
         mine = self.standing.mine
         if mine is not None and seen.created == mine.created:
             return self._mine_unless_resigned(mine)
-        return Standing(seat=seen.seat)
+        return HostStanding(seat=seen.seat)
 
-    def _mine_unless_resigned(self, mine: ChosenTerm) -> Standing:
+    def _mine_unless_resigned(self, mine: ChosenTerm) -> HostStanding:
         """Keep the seat, or free it for another; this host waits for its turn then."""
         if mine.term != self._resigned:
             return self.standing
         self._terms.etcd.revoke(mine.lease)
-        return Standing()
+        return HostStanding()
 
-    def _take(self, seen: SeenTerms) -> Standing:
+    def _take(self, seen: SeenTerms) -> HostStanding:
         if self._closing:
-            return Standing()
+            return HostStanding()
         mine = self._terms.take(seen, self._me, self._seconds)
         if mine is None:  # another was quicker, and is seen at the next look
             self._wakes.set()
-            return Standing()
+            return HostStanding()
         self._job = mine.job
-        return Standing(mine=mine)
+        return HostStanding(mine=mine)

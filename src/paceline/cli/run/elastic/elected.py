@@ -28,7 +28,7 @@ from ....errors import (
 )
 from ... import say
 from ..plan import Launch
-from .campaign import Campaign, Standing
+from .campaign import Campaign, HostStanding
 from .keeper import KeeperProcess, keeper_unheard
 
 _SERVICE = "keeper"
@@ -48,7 +48,7 @@ class ElectedKeeper:
     ) -> None:
         self._campaign, self._command, self._folder = campaign, [*command], folder
         self._identity = identity
-        self._standing = Standing()  # that was acted on
+        self._standing = HostStanding()  # that was acted on
         self._process: KeeperProcess | None = None
         self._relay: Porter | None = None
         self._relays = 0
@@ -93,7 +93,7 @@ class ElectedKeeper:
         say.note(f"the keeper of this host may not decide any more (term {mine.term})")
         return ""
 
-    def _change(self, standing: Standing) -> str:
+    def _change(self, standing: HostStanding) -> str:
         """Act on what the store says."""
         before, self._standing = self._standing, standing
         if standing.mine != before.mine or standing.seat is not None:
