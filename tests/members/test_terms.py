@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from paceline._members import ChosenTerm, HowFar, KeeperSeat, Roster, Terms
+from paceline._members import ChosenTerm, HowFar, KeeperSeat, KeeperTerms, Roster
 from paceline._members.agents import AgentHello, Enlist, Enlisted
 from paceline._members.council import Rules
 from paceline._members.service import Service
@@ -23,8 +23,8 @@ def store() -> FakeEtcd:
     return FakeEtcd()
 
 
-def terms_of(store: FakeEtcd) -> Terms:
-    return Terms(store, "paceline/job")  # type: ignore[arg-type]
+def terms_of(store: FakeEtcd) -> KeeperTerms:
+    return KeeperTerms(store, "paceline/job")  # type: ignore[arg-type]
 
 
 def chosen(store: FakeEtcd, seconds: int = SECONDS) -> ChosenTerm:

@@ -29,7 +29,7 @@ from .council import Council, Rules
 from .in_process import SharedCouncil, ThreadMember
 from .roster import NOTHING, HowFar, Members, Roster, RosterChange
 from .store_host import StoreHost
-from .terms import RESIGNED, ChosenTerm, KeeperSeat, SeenTerms, Terms
+from .terms import RESIGNED, ChosenTerm, KeeperSeat, KeeperTerms, SeenTerms
 from .words import Alive
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Gone",
     "HowFar",
     "KeeperSeat",
+    "KeeperTerms",
     "KeeperWord",
     "Members",
     "NoMore",
@@ -59,7 +60,6 @@ __all__ = [
     "SeenTerms",
     "SharedCouncil",
     "StoreHost",
-    "Terms",
     "ThreadMember",
     "connect",
 ]

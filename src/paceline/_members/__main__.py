@@ -12,7 +12,7 @@ from .._etcd import Etcd, parse_store
 from ..errors import TermOverError
 from .council import Rules
 from .keeper import Keeper
-from .terms import RESIGNED, ChosenTerm, TermRight, Terms
+from .terms import RESIGNED, ChosenTerm, KeeperTerms, TermRight
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def _right(store: str, term: str) -> TermRight:
     """The right to decide that this host's agent was given in the store."""
     chosen = msgspec.json.decode(term, type=ChosenTerm)
     patience = max(0.5, chosen.seconds / 4)
-    return TermRight(Terms(Etcd(parse_store(store), patience), chosen.prefix), chosen)
+    return TermRight(KeeperTerms(Etcd(parse_store(store), patience), chosen.prefix), chosen)
 
 
 def _parser() -> argparse.ArgumentParser:

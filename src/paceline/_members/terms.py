@@ -73,7 +73,7 @@ class SeenTerms:
     created: int  # the revision that made the seat; 0: there is none
 
 
-class Terms:
+class KeeperTerms:
     """The keepers of one job, in the store."""
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:
@@ -133,7 +133,7 @@ class TermRight:
     Raises TermOverError, at once or later, when the right has ended.
     """
 
-    def __init__(self, terms: Terms, held: ChosenTerm) -> None:
+    def __init__(self, terms: KeeperTerms, held: ChosenTerm) -> None:
         self._terms, self._held = terms, held
         self._until = -inf
         self._why = ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline._members import KeeperSeat, Terms
+from paceline._members import KeeperSeat, KeeperTerms
 from paceline._members.terms import TermRight
 from paceline.cli.run.elastic.campaign import Campaign
 from paceline.errors import StoreLostError
@@ -18,7 +18,7 @@ def store() -> FakeEtcd:
 
 def host(store: FakeEtcd, name: str) -> Campaign:
     """A host that looks when it is told to."""
-    terms = Terms(store, "paceline/job")  # type: ignore[arg-type]
+    terms = KeeperTerms(store, "paceline/job")  # type: ignore[arg-type]
     return Campaign(terms, KeeperSeat("", 0, name, f"address of {name}", 1), SECONDS)
 
 
@@ -64,7 +64,7 @@ def test_a_host_whose_keeper_may_not_decide_any_more_gives_the_seat_up(store) ->
 def test_a_host_hears_from_the_store_that_the_job_has_ended(store) -> None:
     a, b = host(store, "a"), host(store, "b")
     assert a.standing.mine is not None
-    right = TermRight(Terms(store, "paceline/job"), a.standing.mine)  # type: ignore[arg-type]
+    right = TermRight(KeeperTerms(store, "paceline/job"), a.standing.mine)  # type: ignore[arg-type]
     right.end("it is finished", well=True)
     right.close()
     b.look()
@@ -76,7 +76,7 @@ def test_a_host_hears_from_the_store_that_the_job_has_ended(store) -> None:
 def test_a_host_that_was_away_while_the_job_was_begun_again_is_left_behind(store) -> None:
     a, b = host(store, "a"), host(store, "b")
     assert a.standing.mine is not None
-    right = TermRight(Terms(store, "paceline/job"), a.standing.mine)  # type: ignore[arg-type]
+    right = TermRight(KeeperTerms(store, "paceline/job"), a.standing.mine)  # type: ignore[arg-type]
     right.end("it failed", well=False)
     right.close()
     host(store, "c")

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...._members import ChosenTerm, KeeperSeat, Over, SeenTerms, Terms
+from ...._members import ChosenTerm, KeeperSeat, KeeperTerms, Over, SeenTerms
 
 POLL = 0.5  # seconds between two looks
 
@@ -28,7 +28,9 @@ class HostStanding:
 class Campaign:
     """The standing of one host; ``me`` is where its keeper would be reached."""
 
-    def __init__(self, terms: Terms, me: KeeperSeat, seconds: int, poll: float = POLL) -> None:
+    def __init__(
+        self, terms: KeeperTerms, me: KeeperSeat, seconds: int, poll: float = POLL
+    ) -> None:
         self._terms, self._me, self._seconds, self._poll = terms, me, seconds, poll
         self.standing = HostStanding()
         self.reached_at = time.monotonic()

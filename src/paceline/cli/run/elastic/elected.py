@@ -18,7 +18,7 @@ import msgspec
 
 from ...._doors import AGENT, Identity, JobKey, Porter, bind_private, listen
 from ...._etcd import Etcd, parse_store
-from ...._members import ChosenTerm, KeeperSeat, Over, Terms
+from ...._members import ChosenTerm, KeeperSeat, KeeperTerms, Over
 from ....errors import (
     HostLeftBehindError,
     LaunchError,
@@ -164,7 +164,7 @@ def elect_keeper(
         address = plan.address or etcd.local_address()
         listener = _listen(address, plan.port)
         me = KeeperSeat("", 0, os.uname().nodename, address, listener.getsockname()[1])
-        campaign = Campaign(Terms(etcd, prefix), me, lease)
+        campaign = Campaign(KeeperTerms(etcd, prefix), me, lease)
     except StoreLostError as error:
         raise _unreachable(str(error), 0.0) from None
     command = [*command, "--store", plan.store]
