@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                          every fault, over shm and over gloo
     python benchmarks/chaos.py --engines shm --faults rank keeper
+    python benchmarks/chaos.py --many 100               a hundred random ones in one run
 
 Three ranks and a spare train under ``paceline run --elastic``. Faults come one after the other,
 each when all three ranks train: *detected* is until the launcher says so, *went on* until two more
@@ -61,12 +62,14 @@ class Run:
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().decode().splitlines()[-50:]
-        words = [line.split() for line in lines if len(line.split()) == 5]
-        return [Commit(float(w[0]), *map(int, w[1:])) for w in words]
+        words = [line.split() for line in lines if len(line.split()) == 8]
+        return [Commit(float(w[0]), *map(int, w[1:5])) for w in words]
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks, if all have committed the same step lately."""
         commits = self.commits()
+        if not commits:
+            return {}
         last = [c for c in commits if c.step == commits[-1].step and c.ranks == RANKS]
         return {c.rank: c.pid for c in last} if len(last) == RANKS else {}
 
@@ -78,7 +81,7 @@ class Run:
 
     def keeper(self) -> int:
         """The process that holds the list of members: of its two, the one that has the socket."""
-        for child in _children(self.process.pid):
+        for child in children(self.process.pid):
             command = Path(f"/proc/{child}/cmdline").read_bytes()
             sockets = [_target(link) for link in Path(f"/proc/{child}/fd").iterdir()]
             if b"paceline._members" in command and sum("socket:" in s for s in sockets) > 1:
@@ -86,7 +89,7 @@ class Run:
         raise LookupError("no keeper")
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     found = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for tasks in found for child in tasks.read_text().split()]
 
@@ -140,8 +143,11 @@ FAULTS: dict[str, Callable[[Run, dict[int, int]], None]] = {
 
 
 @contextmanager
-def launched(engine: str, steps: int, folder: Path) -> Iterator[Run]:
-    options = ["--elastic", "--nproc", str(RANKS), "--spares", "1", "--max-restarts", "100"]
+def launched(
+    engine: str, steps: int, folder: Path, spares: int = 1, restarts: int = 100
+) -> Iterator[Run]:
+    options = ["--elastic", "--nproc", str(RANKS), "--spares", str(spares)]
+    options += ["--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "paceline", "run", *options, "--backend", engine]
     log = folder / f"{engine}.log"
     words = [*command, RANK, str(log), str(steps), str(PAUSE)]
@@ -162,7 +168,7 @@ def alone(steps: int, folder: Path) -> str:
     """The weights of one process."""
     log = str(folder / "alone.log")
     words = [sys.executable, RANK, log, str(steps), "0"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[1]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1]
 
 
 def suffer(run: Run, name: str) -> tuple[float, float] | None:
@@ -203,12 +209,28 @@ def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Pat
     return held and equal
 
 
+def many_on(engines: list[str], count: int, seed: int) -> int:
+    """Let many faults happen in one run, on each engine."""
+    from chaos_many import many  # which builds upon this file
+
+    held = []
+    for engine in engines:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"\n{count} faults in one run over {engine}", flush=True)
+            held.append(many(count, engine, Path(folder), seed))
+    return 0 if all(held) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults in a job that ranks leave and join.")
     parser.add_argument("--engines", nargs="+", default=["shm", "gloo"])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--many", type=int, default=0, metavar="N", help="so many in one run")
+    parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    if asked.many:
+        return many_on(asked.engines, asked.many, asked.seed)
     steps = asked.steps or 300 * len(asked.faults)
     print("| fault | engine | detected | went on | held |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,4 +240,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["chaos"] = sys.modules["__main__"]  # the same faults for chaos_many.py
     sys.exit(main())

@@ -10,6 +10,7 @@ connection that no other thread uses, so one that waits holds up nobody. There i
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -59,7 +60,8 @@ class Lines:
     def _take(self) -> socket.socket:
         if os.getpid() != self._process:  # forked: the parent's connections are its own
             self._lock, self._process = threading.Lock(), os.getpid()
-            self._free = []
+            while self._free:
+                self._free.pop().close()
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -210,6 +212,12 @@ class SocketStore(Store):
 
 # C++ holds its half of a store, which is nothing without the half that Python would let go of.
 _kept: list[SocketStore] = []
+
+
+@atexit.register
+def _close_lines() -> None:
+    for store in _kept:
+        store.lines.close()
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -118,3 +118,13 @@ def test_the_first_machines_end_is_told_to_the_others(machines) -> None:
     first.close()
     with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
         second.store.get("a")
+
+
+def test_a_machine_that_leaves_closes_its_connections(machines) -> None:
+    first, second = machines
+    second.store.set("key", "value")
+    lines = [line for stores in machines for line in stores.store.lines._free]
+    assert lines
+    second.close()
+    first.close()
+    assert {line.fileno() for line in lines} == {-1}

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,8 +27,13 @@ PLACES = ["begin", "shard", "averages", "end"]
 
 
 @contextmanager
-def keeper(folder: Path, **rules: Any) -> Iterator[str]:
-    """A keeper on a thread; a connection that closes is a member that is lost."""
+def keeper(
+    folder: Path, look: Callable[[Keeper], None] = lambda _: None, **rules: Any
+) -> Iterator[str]:
+    """A keeper on a thread; a connection that closes is a member that is lost.
+
+    ``look`` is called now and then, on that thread.
+    """
     path = str(folder / "members")
     serving = Keeper(path, Rules(reconnect_within=0.02, **rules), 30.0)
     over = threading.Event()
@@ -36,6 +41,7 @@ def keeper(folder: Path, **rules: Any) -> Iterator[str]:
     def serve() -> None:
         while not over.is_set():
             serving.turn(0.1)
+            look(serving)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -156,6 +162,7 @@ def many_rosters(meeting: Meeting, path: str, backend: str) -> Any:
 
 
 @needs_shm
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_nothing_is_left_of_rosters_that_are_over(backend: str, tmp_path: Path) -> None:
     others = range(1, 8)

@@ -1,5 +1,7 @@
 """Who trains together, decided by hand-made events; random ones are in another file."""
 
+import pytest
+
 from paceline._members import NOTHING, Council, HowFar, RosterChange, Rules
 from paceline._members.agents import AgentHello, Fence, Formed, Over
 from paceline._members.council import AGENTS, RosterPhase
@@ -34,8 +36,9 @@ class Hall:
         turn = turn or self.turn
         self.council.meet(member, Meet(HowFar(steps, why=why), turn), self.now)
 
-    def ready(self, member: int, trouble: str = "") -> None:
-        self.council.ready(member, SaysReady(self.council.current.number, trouble), self.now)
+    def ready(self, member: int, trouble: str = "", culprit: int = -1) -> None:
+        word = SaysReady(self.council.current.number, trouble, culprit)
+        self.council.ready(member, word, self.now)
 
     def lose(self, member: int) -> None:
         self.council.lose(member, "killed by SIGKILL", self.now)
@@ -499,3 +502,29 @@ def test_a_member_whose_answer_was_lost_with_its_connection_is_answered_again() 
     decided, changed = (word for _, word in hall.council.take())
     assert decided.roster.members == (0, 1)
     assert list(changed.change.members) == [1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_member_that_cannot_use_any_roster_is_ended_and_the_others_go_on(first: int) -> None:
+    """Whoever says first that it is in trouble may know that another is the cause."""
+    hall = in_use(3)
+    hall.lose(2)
+    for _ in range(5):
+        for member in (0, 1):
+            hall.meet(member, why="lost")
+        assert hall.roster() == (0, 1)
+        for member in (first, 1 - first):
+            hall.ready(member, "too many open files", culprit=1)
+    assert hall.council.gone[1] == "it could not use 5 rosters: too many open files"
+    assert [word.why for word in hall.said(Refused, 1)] == [hall.council.gone[1]]
+    hall.meet(0, why="lost")
+    assert hall.roster() == (0,)
+
+
+def test_rosters_that_nobody_can_use_end_the_job() -> None:
+    hall = in_use(1)
+    for _ in range(10):
+        assert not hall.council.ended
+        hall.meet(0, why="again")
+        hall.ready(0, "no memory")
+    assert "10 rosters in a row could not be used" in hall.council.ended

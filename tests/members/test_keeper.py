@@ -2,6 +2,7 @@
 
 import os
 import queue
+import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from paceline._members import HowFar, RosterChange, connect
+from paceline._members import HowFar, RosterChange, client, connect
 from paceline._members.client import SocketMember
 from paceline.errors import KeeperLostError, MembershipError
 
@@ -143,6 +144,22 @@ def test_without_a_keeper_a_member_ends_within_its_deadline() -> None:
 def test_connecting_where_nobody_listens_ends_within_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(KeeperLostError):
         SocketMember(str(tmp_path / "nobody"), keeper_within=0.2)
+
+
+def test_connections_to_keepers_that_die_while_they_are_greeted_are_closed(monkeypatch) -> None:
+    made: list[socket.socket] = []
+
+    def reach(_path: str, _timeout: float) -> socket.socket:
+        here, there = socket.socketpair()
+        there.close()
+        made.append(here)
+        return here
+
+    monkeypatch.setattr(client, "connect_private", reach)
+    with pytest.raises(KeeperLostError):
+        SocketMember("nowhere", keeper_within=0.1)
+    assert len(made) > 1
+    assert {one.fileno() for one in made} == {-1}
 
 
 def test_without_a_launcher_there_is_nothing_to_connect_to(monkeypatch) -> None:

@@ -113,6 +113,7 @@ class SocketMember(Membership):
                 self._link.say(*self._enrolment())
                 return True
             except (OSError, StrangerError) as error:
+                self._hang_up()  # the keeper may have been killed after it was reached
                 _sleep(self._wakes, RETRY)
                 self._give_up_after(error)
         return False
@@ -171,7 +172,11 @@ class _Link:
             ToMember | Alive | KeysAnswer
         )
         self.out = bytearray()
-        self._selector = DefaultSelector()
+        try:
+            self._selector = DefaultSelector()
+        except OSError:  # there are no descriptors left
+            connection.close()
+            raise
         self._selector.register(connection, EVENT_READ)
         self._selector.register(wakes, EVENT_READ)
         self._heard_at = self._said_at = monotonic()

@@ -57,7 +57,8 @@ class Rules(msgspec.Struct, frozen=True):
     fence_within: float = 5.0  # until an agent has ended a silent member
     unseen: float = 0.0  # that members may train on by themselves, with nobody who reaches them
     failures: int = 3  # of the same step that end the job
-    vain: int = 10  # rosters in a row that a member had trouble with, which end it too
+    troubles: int = 5  # rosters that one member could not use, which end it
+    vain: int = 10  # rosters in a row that nobody could use, which end the job too
 
 
 class RosterPhase(Enum):
@@ -108,6 +109,7 @@ class Council:
         self._finished = False
         self._failures: dict[int, int] = {}
         self._vain = 0
+        self._troubles: dict[int, int] = {}  # rosters given up for a member, since one was used
         self._out: list[tuple[int, ToMember | KeeperWord]] = []
 
     def take(self) -> list[tuple[int, ToMember | KeeperWord]]:
@@ -302,7 +304,8 @@ class Council:
             self._tell(member, Opened(word.roster, True))
         else:
             self._ready.add(member)
-            self._open(now) if not word.trouble else self._in_vain(member, word.trouble)
+            blamed = word.culprit if word.culprit in self._stayers() else member
+            self._open(now) if not word.trouble else self._in_vain(blamed, word.trouble, now)
         self._decide(now)
 
     def progress(self, member: int, word: HasCommitted) -> None:
@@ -405,6 +408,7 @@ class Council:
         if self.phase is not RosterPhase.OPENING or len(self._ready) < len(self.current.members):
             return
         self.phase, self._give_up_at, self._vain = RosterPhase.IN_USE, inf, 0
+        self._troubles.clear()
         for member in self.current.members:
             self._tell(member, Opened(self.current.number, True))
         self._out.append((AGENTS, self._formed(now)))
@@ -418,11 +422,15 @@ class Council:
         steps = max(current.steps, 0)
         return Formed(current.number, current.members, tuple(waiting), current.gone, seconds, steps)
 
-    def _in_vain(self, member: int, trouble: str) -> None:
-        """Give a roster up that a member cannot use."""
+    def _in_vain(self, member: int, trouble: str, now: float) -> None:
+        """Give a roster up that a member cannot use; its trouble came first, others follow it."""
         self._give_up({member: trouble})
         self._vain += 1
-        if self._vain >= self.rules.vain:
+        count = self._troubles[member] = self._troubles.get(member, 0) + 1
+        if count >= self.rules.troubles and len(self._stayers()) > 1:
+            self._vain = 0
+            self._dismiss_now(member, f"it could not use {count} rosters: {trouble}", now)
+        elif self._vain >= self.rules.vain:
             text = f"{self._vain} rosters in a row could not be used"
             self.end(f"{text}, the last one by member {member}: {trouble}")
 
@@ -493,8 +501,11 @@ class Council:
         """Tell a member that a roster was decided without it."""
         if member in self.living:
             text = f"roster {self.current.number} was decided without it"
-            self._tell(member, Refused(text))
-            self.lose(member, text, now)
+            self._dismiss_now(member, text, now)
+
+    def _dismiss_now(self, member: int, why: str, now: float) -> None:
+        self._tell(member, Refused(why))
+        self.lose(member, why, now)
 
     def _remembers_too_little(self, now: float) -> bool:
         """Whether members of a roster that a keeper before this one decided may be out there."""

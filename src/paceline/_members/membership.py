@@ -93,11 +93,11 @@ class Membership(ABC):
             return answer.roster
         raise MeetingTimeoutError(self.me, answer.why, seconds=timeout)
 
-    def ready(self, number: int, trouble: str = "") -> bool:
+    def ready(self, number: int, trouble: str = "", culprit: int = -1) -> bool:
         """Say whether this member can use the roster's group; True if all can. Else meet again."""
         with self._lock:
             self._raise_if_over()
-            word = self._readiness = SaysReady(number, trouble)
+            word = self._readiness = SaysReady(number, trouble, culprit)
             self._answers.pop("ready", None)
         self._say(word)
         answer = self._answer_to("ready", None)

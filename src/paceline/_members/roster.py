@@ -84,8 +84,12 @@ class Members(Protocol):
         ``timeout`` seconds.
         """
 
-    def ready(self, number: int, trouble: str = "") -> bool:
-        """Say whether this member can use the roster's group; True if all can. Else meet again."""
+    def ready(self, number: int, trouble: str = "", culprit: int = -1) -> bool:
+        """Say whether this member can use the roster's group; True if all can. Else meet again.
+
+        ``culprit``: the member whose trouble it is, if it is known to be another's. One that five
+        rosters in a row were given up for is ended, and the others go on.
+        """
 
     def store(self, number: int) -> Store:
         """Where the members of a roster find what others left for them, and nobody else's."""

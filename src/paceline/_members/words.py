@@ -51,6 +51,7 @@ class SaysReady(msgspec.Struct, frozen=True, tag=True):
 
     roster: int
     trouble: str = ""
+    culprit: int = -1  # the member that caused it, if it is known not to be this one
 
 
 class HasCommitted(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ from ..errors import (
     MismatchError,
     PacelineError,
     PeerError,
+    RankUnableError,
     RendezvousError,
     StateCopyError,
 )
@@ -30,7 +31,6 @@ from ..groups import Group
 log = logging.getLogger(__name__)
 
 _COLLECTIVES = ("paceline.groups", "paceline._transport", "paceline._members", "torch.distributed")
-_TRIES = 5  # to open a group, before this rank's own trouble ends it
 
 
 class Crew:
@@ -88,21 +88,17 @@ class Crew:
 
     def gather(self, how_far: HowFar, timeout: float) -> Roster:
         """Meet the others and open the group with them; returns when every one of them has."""
-        for attempt in range(1, _TRIES + 1):
+        while True:  # the council ends a member that is in trouble again and again
             roster = self.members.meet(how_far, timeout)
-            trouble = self._open(roster)
-            if self.members.ready(roster.number, trouble):
+            trouble, culprit = self._open(roster)
+            if self.members.ready(roster.number, trouble, culprit):
                 self._moved()
                 return roster
-            how_far = HowFar(
-                how_far.steps, how_far.whole, trouble or "not all could open the group"
-            )
-            if trouble and attempt == _TRIES:
-                raise MembershipError(self.members.me, trouble)
-        return self.gather(how_far, timeout)
+            why = trouble or "not all could open the group"
+            how_far = HowFar(how_far.steps, how_far.whole, why)
 
-    def _open(self, roster: Roster) -> str:
-        """Move the group to the members of a roster; what went wrong, in words."""
+    def _open(self, roster: Roster) -> tuple[str, int]:
+        """Move the group to the members of a roster; what went wrong, in words, and with whom."""
         with self._lock:
             self.roster = roster
         rank = roster.members.index(self.members.me)
@@ -111,10 +107,11 @@ class Crew:
         try:
             self.group.move(self.members.store(roster.number), rank, roster.members)
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            unable = error.culprit if isinstance(error, RankUnableError) else -1
+            return f"{type(error).__name__}: {error}", roster.members[unable] if unable >= 0 else -1
         if self.lost:  # the news came while there was nothing to abort
             self.group.abort()
-        return ""
+        return "", -1
 
 
 def is_loss(error: BaseException) -> bool:

@@ -103,6 +103,7 @@ class LockedStores:
         self._identity = JobKey.read(launch.key).identity(AGENT)
         self._porter = Porter()
         self._folder = private_folder()
+        self._lines = Lines(self._path(_LAUNCHERS))
         self._kept: dict[str, StoreHost] = {}
         try:
             self._open()
@@ -110,7 +111,6 @@ class LockedStores:
             self.close()
             raise
         self.hosts = bool(self._kept)
-        self._lines = Lines(self._path(_LAUNCHERS))
         self.store: Store = SocketStore(self._lines, 0, timeout)
 
     def begin(self, number: int) -> None:
@@ -125,6 +125,7 @@ class LockedStores:
 
     def close(self) -> None:
         """Leave."""
+        self._lines.close()
         self._porter.close()
         for kept in self._kept.values():
             kept.close()

@@ -35,8 +35,8 @@ def go_wrong(what):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "keeper":
         os.kill(keeper(), signal.SIGKILL)
-    elif what == "gil":
-        ctypes.PyDLL(None).sleep(2)  # unlike CDLL, this keeps the lock of the interpreter
+    elif what.startswith("gil"):
+        ctypes.PyDLL(None).sleep(int(what[3:]))  # unlike CDLL, it keeps the interpreter's lock
     elif what == "leave":
         os.kill(os.getpid(), signal.SIGTERM)
     elif what == "raise":
@@ -130,9 +130,18 @@ def test_the_weights_are_those_of_a_run_without_faults(
 
 
 def test_a_member_that_keeps_the_interpreter_for_two_seconds_is_not_lost(script, expected) -> None:
-    code, said = run(script, 2, "1@10=gil")
+    code, said = run(script, 2, "1@10=gil2")
     assert code == 0, said
     assert "lost" not in said
+    assert weights(said) == {expected}
+
+
+def test_a_member_that_keeps_the_interpreter_for_longer_than_the_heartbeat_is_named_and_replaced(
+    script, expected
+) -> None:
+    code, said = run(script, 2, "1@10=gil60", options=("--heartbeat", 6))
+    assert code == 0, said
+    assert "member 1 is ended: it was not heard of for" in said
     assert weights(said) == {expected}
 
 

@@ -1,0 +1,133 @@
+"""Many faults in one run: what each cost, and what is left of them (``chaos.py --many``)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos import DEADLINE, FAULTS, Run, alone, children, launched, suffer
+
+STEPS = 300  # for each fault; what is left of them is done without pauses
+SPARES = 2
+NAMES = ["rank", "rank_0", "two_at_once", "during_recovery", "stopped", "keeper",
+         "keeper_and_rank", "joiner", "reset"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a process takes."""
+
+    descriptors: int
+    threads: int
+    megabytes: float
+
+    @classmethod
+    def by(cls, pid: int) -> Used:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return cls(
+            len(os.listdir(f"/proc/{pid}/fd")),
+            len(os.listdir(f"/proc/{pid}/task")),
+            pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.descriptors} | {self.threads} | {self.megabytes:.1f} MiB"
+
+
+def joiner(run: Run, ranks: dict[int, int]) -> None:
+    """Kill a rank, and the one that joins in its place while it gets the state."""
+    waiting = [p for p in children(run.process.pid) if p not in ranks.values() and _trains(p)]
+    os.kill(ranks[1], signal.SIGKILL)
+    time.sleep(random.uniform(0.0, 0.05))
+    for pid in waiting[:1]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def reset(run: Run, ranks: dict[int, int]) -> None:
+    os.kill(ranks[1], signal.SIGUSR1)
+
+
+FAULTS.update(joiner=joiner, reset=reset)
+
+
+def _trains(pid: int) -> bool:
+    try:
+        return b"chaos_rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def many(count: int, engine: str, folder: Path, seed: int) -> bool:
+    """Let ``count`` faults happen in one run; prints what they did, and whether all held."""
+    chance, steps = random.Random(seed), count * STEPS
+    expected = alone(steps, folder)
+    times: dict[str, list[float]] = {}
+    failed: list[str] = []
+    names = [name for name in NAMES if engine == "gloo" or name != "reset"]
+    with launched(engine, steps, folder, SPARES, count * 3) as run:
+        before: dict[str, Used] = {}
+        for number in range(count):
+            name = names[number] if number < len(names) else chance.choice(names)
+            found = suffer(run, name)
+            if not before:
+                before = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
+            if found is None:
+                failed.append(name)
+                if run.process.poll() is not None:
+                    break
+                continue
+            times.setdefault(name, []).append(found[1])
+            print(f"{number + 1:4} {name:16} {found[1]:.2f} s", file=sys.stderr, flush=True)
+        run.wait(run.ranks, DEADLINE)
+        after = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
+        run.log.with_suffix(".hurry").touch()
+    _tell(times, failed)
+    _tell_used(run, before, after)
+    return _tell_end(run, expected) and not failed
+
+
+def _tell(times: dict[str, list[float]], failed: list[str]) -> None:
+    print("\n| fault | times | mean until two more steps | longest |\n|---|---|---|---|")
+    for name, found in times.items():
+        print(f"| {name.replace('_', ' ')} | {len(found)} | {statistics.mean(found):.2f} s "
+              f"| {max(found):.2f} s |")  # fmt: skip
+    every = [seconds for found in times.values() for seconds in found]
+    print(f"| **all** | {len(every)} | {statistics.mean(every):.2f} s | {max(every):.2f} s |")
+    for name in failed:
+        print(f"| {name.replace('_', ' ')} | **did not go on in {DEADLINE:g} s** | | |")
+
+
+def _tell_used(run: Run, before: dict[str, Used], after: dict[str, Used]) -> None:
+    print("\n| process | when | descriptors | threads | resident |\n|---|---|---|---|---|")
+    for name in before:
+        print(f"| {name} | after the first fault | {before[name]} |")
+        print(f"| {name} | after the last | {after[name]} |")
+    rows = [line.split() for line in run.log.read_text().splitlines()]
+    lives: dict[str, list[list[str]]] = {}
+    for row in rows:
+        if len(row) == 8:
+            lives.setdefault(row[3], []).append(row)
+    longest = max(lives.values(), key=len)
+    early, late = longest[min(100, len(longest) // 10)], longest[-1]
+    for when, row in ((f"step {early[1]}", early), (f"step {late[1]}", late)):
+        used = Used(int(row[5]), int(row[6]), float(row[7]))
+        print(f"| the rank that lived longest | {when} | {used} |")
+
+
+def _tell_end(run: Run, expected: str) -> bool:
+    said = [line for _, line in run.said]
+    digests = [line for line in said if "digest" in line]
+    same = len(digests) == 1 and digests[0].endswith(expected) and run.process.returncode == 0
+    counted = [line for line in said if "times in" in line]
+    print(f"\nweights at the end: {'those of a run without faults' if same else '**others**'}")
+    print("\n".join(counted) or "**nobody came to the end**")
+    once = len(counted) == 1 and "each sample once" in counted[0]
+    if not (same and once):
+        print("\n".join(said[-80:]), file=sys.stderr)
+    return same and once
