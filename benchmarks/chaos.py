@@ -144,13 +144,18 @@ FAULTS: dict[str, Callable[[Run, dict[int, int]], None]] = {
 
 @contextmanager
 def launched(
-    engine: str, steps: int, folder: Path, spares: int = 1, restarts: int = 100
+    engine: str,
+    steps: int,
+    folder: Path,
+    spares: int = 1,
+    restarts: int = 100,
+    pause: float = PAUSE,
 ) -> Iterator[Run]:
     options = ["--elastic", "--nproc", str(RANKS), "--spares", str(spares)]
     options += ["--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "paceline", "run", *options, "--backend", engine]
     log = folder / f"{engine}.log"
-    words = [*command, RANK, str(log), str(steps), str(PAUSE)]
+    words = [*command, RANK, str(log), str(steps), str(pause)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(words, **pipes) as process:  # type: ignore[call-overload]
         run = Run(process, log)
@@ -158,7 +163,7 @@ def launched(
         listener.start()
         try:
             yield run
-            process.wait(steps * PAUSE * 10 + DEADLINE)
+            process.wait(steps * pause * 10 + DEADLINE)
             listener.join(10)
         finally:
             process.terminate()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from chaos import DEADLINE, FAULTS, Run, alone, children, launched, suffer
 
-STEPS = 300  # for each fault; what is left of them is done without pauses
+STEPS, PAUSE = 150, 0.05  # for each fault, and seconds; the last are done without pauses
 SPARES = 2
 NAMES = ["rank", "rank_0", "two_at_once", "during_recovery", "stopped", "keeper",
          "keeper_and_rank", "joiner", "reset"]  # fmt: skip
@@ -65,12 +65,12 @@ def _trains(pid: int) -> bool:
 
 def many(count: int, engine: str, folder: Path, seed: int) -> bool:
     """Let ``count`` faults happen in one run; prints what they did, and whether all held."""
-    chance, steps = random.Random(seed), count * STEPS
+    chance, steps = random.Random(seed), -(-count * STEPS // 100) * 100
     expected = alone(steps, folder)
     times: dict[str, list[float]] = {}
     failed: list[str] = []
     names = [name for name in NAMES if engine == "gloo" or name != "reset"]
-    with launched(engine, steps, folder, SPARES, count * 3) as run:
+    with launched(engine, steps, folder, SPARES, count * 3, PAUSE) as run:
         before: dict[str, Used] = {}
         for number in range(count):
             name = names[number] if number < len(names) else chance.choice(names)

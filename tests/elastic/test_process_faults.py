@@ -7,20 +7,27 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import paceline
 from paceline import elastic
 from paceline._members import connect
 from paceline._members.keeper import Keeper
+from paceline.compiled import train_step
+from paceline.data import ShardedLoader
 from paceline.errors import MembershipError
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 
-from .runs import require_equal, train
+from .runs import dataset, require_equal, train
 from .test_processes import die, keeper, undisturbed
 
 pytestmark = [needs_shm, pytest.mark.slow]
@@ -172,3 +179,48 @@ def test_a_process_without_descriptors_leaves_with_the_reason_and_the_others_go_
     assert isinstance(found[1], str)
     assert "open files" in found[1]
     require_equal(found[0], undisturbed(2))
+
+
+# -- under a compiled step --------------------------------------------------------------------
+
+
+def a_compiled_rank(meeting: Meeting, path: str, backend: str) -> Any:
+    """Rank 1 dies in its third step."""
+    torch.set_num_threads(1)
+    members = connect(path) if path else None
+    with elastic.group(backend) as group:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        ddp = paceline.DistributedDataParallel(model, process_group=group, shards=4)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        loader = ShardedLoader(dataset(), shards=4, batch=24, group=group)
+        step = train_step(ddp, optimizer, loss_of, backend="aot_eager")
+        with elastic.job(ddp, optimizer, loader, epochs=2, members=members) as job:
+            for part in job:
+                if path and (meeting.rank, part.number) == (1, 2):
+                    part.batches = partial(dying, part.batches)  # type: ignore[method-assign]
+                step(part)
+        loader.close()
+        return [param.detach().clone() for param in model.parameters()], job.steps
+
+
+def dying(batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    for item in batches():
+        die()
+        yield item
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
+    return (model(x).flatten() - x.sum(1)).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_is_killed_in_a_compiled_step_changes_no_bit(
+    backend: str, tmp_path: Path
+) -> None:
+    ((alone, steps),) = spawn_ranks(1, a_compiled_rank, "", backend, deadline=300)
+    with keeper(tmp_path, first=3, most=3) as path:
+        found = spawn_ranks(3, a_compiled_rank, path, backend, may_die=[1], deadline=300)
+    for weights, done in (found[0], found[2]):
+        assert done == steps == 10
+        assert all(torch.equal(p, q) for p, q in zip(weights, alone, strict=True))

@@ -519,12 +519,3 @@ def test_a_member_that_cannot_use_any_roster_is_ended_and_the_others_go_on(first
     assert [word.why for word in hall.said(Refused, 1)] == [hall.council.gone[1]]
     hall.meet(0, why="lost")
     assert hall.roster() == (0,)
-
-
-def test_rosters_that_nobody_can_use_end_the_job() -> None:
-    hall = in_use(1)
-    for _ in range(10):
-        assert not hall.council.ended
-        hall.meet(0, why="again")
-        hall.ready(0, "no memory")
-    assert "10 rosters in a row could not be used" in hall.council.ended
