@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +156,25 @@ def test_plain_micro_steps_whose_gradients_are_zero_count_in_a_weighted_mean() -
         return ddp.module.weight.grad.item()
 
     assert run_ranks(2, one_rank) == [3.0] * 2  # (1 * 0 + 3 * 4) / 4
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_float16_gradients_times_their_weights_need_not_fit_into_16_bits(accumulated: bool) -> None:
+    def one_rank(group: Group) -> list[float]:
+        model = nn.Linear(2, 1, bias=False).half()
+        ddp = DDP(model, process_group=group)
+        value = 20.0 + 4 * group.rank()
+        found = []
+        for _ in range(2):
+            with ddp.no_sync() if accumulated else nullcontext(), ddp.samples(4096):
+                ddp(torch.full((1, 2), value).half()).sum().backward()  # 81920 times its weight
+            if accumulated:
+                with ddp.samples(4096 * 3):
+                    ddp(torch.full((1, 2), value + 16).half()).sum().backward()
+            found.append(model.weight.grad[0, 0].item())
+            ddp.zero_grad()
+        return found
+
+    expected = 22.0 + 12.0 * accumulated
+    for found in run_ranks(2, one_rank):
+        assert found == [expected, expected]

@@ -93,7 +93,8 @@ class Filling:
                 if ledger.give(bucket.numbers[slot], bucket.params[slot]):
                     self._pass.idle.add(bucket.numbers[slot])
         if slots:
-            bucket.take(slots, self._scale, plain=self._is_plain)
+            scale = self._scale * ledger.kept(bucket.params[slots[0]])
+            bucket.take(slots, scale, plain=self._is_plain)
 
     def take_rest(self, bucket: Bucket) -> None:
         """Move in whatever is not in yet, and note what this pass did not touch."""

@@ -16,6 +16,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from .._torch.tensors import values_of, version_of
@@ -31,6 +32,7 @@ class Ledger:
     total: float = 0.0  # of the weighted passes since the last average
     plain: int = 0  # plain passes since then that were not averaged; a weighted one counts them in
     unit: float = 1.0  # weights travel as multiples of it, so that 16 bits can hold the sums
+    keeps: float = 1.0  # what float16 gradients are divided by while they gather: they end at 65504
     open: bool = False  # a weighted pass runs
     gathered: dict[int, Tensor] = field(default_factory=dict)
     base: dict[int, Tensor] = field(default_factory=dict)
@@ -49,13 +51,14 @@ class Ledger:
     def begin(self, params: Sequence[nn.Parameter]) -> None:
         """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
         if not self.total:
-            self.total = float(self.plain)
+            self.total, self.keeps = float(self.plain), 1.0
             self._versions = self._versions if self.plain else {}
         self.plain = 0
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
             self.gathered = held
         else:  # in memory of its own: the pass will use that of the buckets
+            self.keeps = 2.0 ** round(math.log2(self.weight)) if self.weight else 1.0
             self.base = {number: grad.clone() for number, grad in held.items()}
         for number in held:
             params[number].grad = None
@@ -88,10 +91,14 @@ class Ledger:
         ):  # the mean over no samples is nothing, often not even a number
             param.grad = before
         elif before is None:
-            local(grad).mul_(self.weight)
+            local(grad).mul_(self.weight / self.kept(grad))
         else:
-            local(before).add_(local(grad), alpha=self.weight)
+            local(before).add_(local(grad), alpha=self.weight / self.kept(grad))
             param.grad = before
+
+    def kept(self, grad: Tensor) -> float:
+        """What a gradient of the kind of ``grad`` is divided by until it is in its bucket."""
+        return self.keeps if self.open and grad.dtype is torch.float16 else 1.0
 
     def give(self, number: int, param: nn.Parameter) -> bool:
         """Make ``.grad`` what this rank gives to the average; True if no weighted pass came by it.
@@ -102,7 +109,7 @@ class Ledger:
         held, weight = self.base.get(number), self.total + self.weight
         untouched = held is not None and param.grad is None
         if held is not None and weight:
-            add_part(param, held, weight)
+            add_part(param, held, weight / self.kept(held))
         return untouched
 
     def end(self, params: Sequence[nn.Parameter]) -> None:
