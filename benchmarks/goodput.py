@@ -10,22 +10,33 @@ checkpoint that rank 0 writes every 50 steps. Each way runs for the same time, o
 once for each interval. Goodput is the steps that it got to, over those of its undisturbed run. The
 time begins with the first step, so that the start of Python and torch counts in restarts alone.
 
-*overhead*: the same loop over shards without ``elastic``, on as many ranks, against the job's steps
-when nobody is killed. Ranks compute with one thread each.
+Beside it: how long the others took to go on, by the launcher's word, and what a start costs in
+seconds of a core, until the first step is done. Where all cores train, every such second is one
+that nobody trains in.
+
+*overhead*: what the job adds to the same loop over shards without ``elastic``. Both run in the same
+processes, a few steps of one and then of the other, since a busy machine changes by more than what
+is measured. The median of the steps' times is compared, and that of their seconds of a core, which
+others do not change. Ranks compute with one thread each.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -43,6 +54,7 @@ from paceline.data import ShardedLoader
 SHARDS, BATCH, CONTEXT = 8, 32, 64
 CHECKPOINT_EVERY = 50  # steps
 ENDLESS = 1_000_000  # epochs
+TURN = 3  # steps of one way that are timed before it is the other's turn
 START = 120.0  # seconds that a way may take until its first step
 
 
@@ -71,17 +83,26 @@ class Notes:
     """Where a rank says that it lives, and how far it has come."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / f"rank-{os.getpid()}"
+        self._folder, self._path = folder, folder / f"rank-{os.getpid()}"
 
     def write(self, steps: int) -> None:
+        if not self._path.exists():
+            (self._folder / f"start-{os.getpid()}").write_text(str(time.process_time()))
         self._path.write_text(str(steps))
 
 
-def train_elastic(notes: Notes) -> None:
-    group = elastic.group()
+def made_for(
+    group: paceline.Group,
+) -> tuple[paceline.DistributedDataParallel, torch.optim.Optimizer, ShardedLoader]:
+    torch.manual_seed(0)
     ddp = paceline.DistributedDataParallel(CharGPT(), process_group=group, shards=SHARDS)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     loader = ShardedLoader(Stretches(), shards=SHARDS, batch=BATCH, group=group)
+    return ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-3), loader
+
+
+def elastic_steps(group: paceline.Group) -> Iterator[int]:
+    """Train, and give the number of steps after each."""
+    ddp, optimizer, loader = made_for(group)
     with elastic.job(ddp, optimizer, loader, epochs=ENDLESS) as job:
         for step in job:
             for shard, (inputs, targets) in step:
@@ -89,24 +110,50 @@ def train_elastic(notes: Notes) -> None:
                     loss_of(ddp, inputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-            notes.write(job.steps)
+            yield job.steps
 
 
-def train_shards(notes: Notes) -> None:
-    with paceline.new_group() as group:
-        ddp = paceline.DistributedDataParallel(CharGPT(), process_group=group, shards=SHARDS)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
-        loader = ShardedLoader(Stretches(), shards=SHARDS, batch=BATCH, group=group)
-        count = 0
-        while True:
-            for step in loader:
-                for shard, (inputs, targets) in ddp.shards_of(step):
-                    with ddp.shard(shard):
-                        loss_of(ddp, inputs, targets).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                count += 1
-                notes.write(count)
+def shard_steps(group: paceline.Group) -> Iterator[int]:
+    """The same without elastic."""
+    ddp, optimizer, loader = made_for(group)
+    for count, step in enumerate(step for _ in range(ENDLESS) for step in loader):
+        for shard, (inputs, targets) in ddp.shards_of(step):
+            with ddp.shard(shard):
+                loss_of(ddp, inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield count + 1
+
+
+def train_elastic(notes: Notes) -> None:
+    for count in elastic_steps(elastic.group()):
+        notes.write(count)
+
+
+def train_both(notes: Notes, folder: Path) -> None:
+    group = elastic.group()
+    job = elastic_steps(group)
+    next(job)
+    rank, size = group.rank(), group.size()
+    store = dist.FileStore(str(folder / "store"), size)
+    plain = paceline.new_group(store=store, rank=rank, world_size=size)
+    ways = {"elastic": job, "shards": shard_steps(plain)}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for turn in range(ENDLESS):
+        for way in sorted(ways, reverse=bool(turn % 2)):
+            next(ways[way])  # finds the other's memory in the caches
+            times[way] += [timed(ways[way]) for _ in range(TURN)]
+        notes.write(turn)
+        draft = folder / f"draft-{rank}"
+        draft.write_text(json.dumps(times))
+        draft.replace(folder / f"times-{rank}")
+
+
+def timed(steps: Iterator[int]) -> tuple[float, float]:
+    """Seconds that a step takes, and those of a core."""
+    wall, core = time.perf_counter(), time.process_time()
+    next(steps)
+    return time.perf_counter() - wall, time.process_time() - core
 
 
 def train_torch(notes: Notes, folder: Path) -> None:
@@ -143,8 +190,8 @@ def command(way: str, ranks: int, folder: Path) -> list[str]:
     run = [sys.executable, "-m", "paceline", "run", "--nproc", str(ranks)]
     if way == "elastic":
         return [*run, "--elastic", "--spares", "1", *own]
-    if way == "shards":
-        return [*run, *own]
+    if way == "both":
+        return [*run, "--elastic", *own]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(ranks), "--max-restarts", "100000", *own]
 
@@ -164,8 +211,9 @@ def living(folder: Path) -> dict[int, int]:
     return found
 
 
-def steps_of(way: str, ranks: int, seconds: float, every: float) -> tuple[int, int]:
-    """How many steps a way gets to in so many seconds, and how many ranks were killed."""
+@contextmanager
+def launched(way: str, ranks: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The processes of a way, and the folder that they write to; at the end none is left."""
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:
         folder = Path(name)
         out = (folder / "output").open("w")
@@ -173,7 +221,7 @@ def steps_of(way: str, ranks: int, seconds: float, every: float) -> tuple[int, i
             command(way, ranks, folder), stdout=out, stderr=out, start_new_session=True
         )
         try:
-            return _watch(launcher, folder, seconds, every)
+            yield launcher, folder
         finally:
             launcher.terminate()
             try:
@@ -184,6 +232,38 @@ def steps_of(way: str, ranks: int, seconds: float, every: float) -> tuple[int, i
             for pid in living(folder):
                 os.kill(pid, signal.SIGKILL)
             out.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a way got to in its time."""
+
+    steps: int
+    kills: int
+    went_on: list[float]  # seconds until the others went on, after each kill
+    starts: list[float]  # seconds of a core until the first step, of each process in its order
+
+
+def run_of(way: str, ranks: int, seconds: float, every: float) -> Run:
+    """Let a way train for so many seconds, with a kill every so many."""
+    with launched(way, ranks) as (launcher, folder):
+        steps, kills = _watch(launcher, folder, seconds, every)
+        said = (folder / "output").read_text()
+        began = sorted(folder.glob("start-*"), key=lambda path: path.stat().st_mtime)
+        starts = [float(path.read_text()) for path in began]
+    return Run(steps, kills, [float(s) for s in re.findall(r" on after ([\d.]+) s", said)], starts)
+
+
+def overhead(ranks: int, seconds: float) -> tuple[float, float]:
+    """What a step of a job takes, over one without elastic: time, and that of a core."""
+    with launched("both", ranks) as (launcher, folder):
+        _watch(launcher, folder, seconds, 0)
+        found = [json.loads(path.read_text()) for path in folder.glob("times-*")]
+    kinds = []
+    for kind in (0, 1):
+        of = {way: median(row[kind] for times in found for row in times[way]) for way in found[0]}
+        kinds.append(of["elastic"] / of["shards"])
+    return kinds[0], kinds[1]
 
 
 def _watch(
@@ -207,6 +287,10 @@ def _watch(
     return farthest - first, kills
 
 
+def middle(values: Sequence[float]) -> str:
+    return f"{median(values):.2f}" if values else "-"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=4)
@@ -222,29 +306,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         notes = Notes(args.folder)
-        if args.way == "restarts":
-            train_torch(notes, args.folder)
-        (train_elastic if args.way == "elastic" else train_shards)(notes)
+        if args.way == "elastic":
+            train_elastic(notes)
+        else:
+            (train_both if args.way == "both" else train_torch)(notes, args.folder)
         return 0
     log = Log()
     log(describe_machine())
     log()
-    log(row("way", "a kill every", "kills", "steps", "goodput"))
-    log(row("---", "---", "---", "---", "---"))
+    heads = (
+        "way",
+        "a kill every",
+        "kills",
+        "steps",
+        "goodput",
+        "went on after, s",
+        "a start, core s",
+    )
+    log(row(*heads))
+    log(row(*("---" for _ in heads)))
     intervals = [float(word) for word in args.every.split(",") if word]
-    undisturbed = {}
-    for way in args.ways.split(","):
-        undisturbed[way], _ = steps_of(way, args.ranks, args.seconds, 0)
-        log(row(way, "-", 0, undisturbed[way], 1))
+    for way in args.ways.split(",") if args.ways else ():
+        alone = run_of(way, args.ranks, args.seconds, 0)
+        log(row(way, "-", 0, alone.steps, 1, "-", middle(alone.starts)))
         for every in intervals:
-            steps, kills = steps_of(way, args.ranks, args.seconds, every)
-            share = digits(steps / max(1, undisturbed[way]))
-            log(row(way, f"{every:g} s", kills, steps, share))
-    if "elastic" in undisturbed and not args.no_overhead:
-        plain, _ = steps_of("shards", args.ranks, args.seconds, 0)
+            run = run_of(way, args.ranks, args.seconds, every)
+            share, later = digits(run.steps / max(1, alone.steps)), run.starts[args.ranks + 1 :]
+            cells = (
+                f"{every:g} s",
+                run.kills,
+                run.steps,
+                share,
+                middle(run.went_on),
+                middle(later),
+            )
+            log(row(way, *cells))
+    if not args.no_overhead:
+        wall, core = overhead(args.ranks, args.seconds)
         log()
-        log(f"Without faults: {plain} steps of the same loop without elastic, "
-            f"{digits(plain / max(1, undisturbed['elastic']))} of the job's.")  # fmt: skip
+        log(f"Without faults a step of the job takes {wall:.3f} of one of the same loop without "
+            f"elastic, and {core:.3f} of its seconds of a core.")  # fmt: skip
     if args.save:
         args.save.write_text("\n".join(log.lines) + "\n")
     return 0
