@@ -156,7 +156,7 @@ def test_different_functions_on_different_ranks_are_told_apart() -> None:
 
     for text in run_ranks(2, one_rank):
         assert "rank 0 called sum(" in text
-        assert "rank 1 mean(" in text
+        assert "rank 1 called mean(" in text
 
 
 @pytest.mark.parametrize(

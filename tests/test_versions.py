@@ -72,7 +72,7 @@ def test_an_older_torch_is_refused_and_a_newer_one_is_named_where_the_import_fai
     old, new, imported = ended.stdout.splitlines()
     assert old.startswith("UnsupportedTorchError paceline works with torch 2.11 and newer")
     assert "this is torch 2.10.2" in old
-    assert "does not import with torch 2.99.0: AttributeError" in new
+    assert "cannot be imported with torch 2.99.0: AttributeError" in new
     assert "_current_process_group" in new
     assert imported == "imported with 2.99.0"
 

@@ -427,7 +427,7 @@ def test_a_mismatch_names_the_broadcast_of_buffers_as_the_wrappers_own(backend: 
     for text in ranks or spawn_ranks(2, _forward_in_process, backend, deadline=20):
         assert "rank 0 called broadcast(" in text
         assert "(the wrapper's broadcast of buffers before a forward) at " in text
-        assert "call the module inside the wrapper (ddp.module)" in text
+        assert "use the inner module (ddp.module)" in text
 
 
 def _forward_on_one_rank(group: Group) -> str:

@@ -68,7 +68,7 @@ def check_outcomes(outcomes: list[Outcome], failing: int) -> None:
             assert seen == ["ValueError: bad batch"]
         else:
             assert seen[0].startswith("PeerError")
-            assert f"rank {failing} said: ValueError in forward: bad batch" in seen[0]
+            assert f"rank {failing}: ValueError in forward: bad batch" in seen[0]
         for name, value in found.items():
             assert_close(value, outcomes[0][1][name], rtol=0, atol=0)
 

@@ -203,7 +203,7 @@ def failures(ranks: int, one_rank: Any) -> dict[int, BaseException]:
 def test_a_shard_that_nobody_computed_is_named_on_all_ranks(left_out: list[int]) -> None:
     def one_rank(group: Group) -> None:
         ddp = linear(group)
-        with pytest.raises(ShardAccountError, match=f"shard {left_out[0]} by nobody") as caught:
+        with pytest.raises(ShardAccountError, match=f"shard {left_out[0]} by no rank") as caught:
             for index in ddp.shards_of(
                 [i for i in range(3) if i not in left_out and i % 2 == group.rank()]
             ):

@@ -4,21 +4,21 @@
 
     PacelineError
     ├── BackendTakenError          a backend name registered twice              (ValueError)
-    ├── UnknownBackendError        a backend name nobody registered             (ValueError)
-    ├── UnexpectedOptionError      an option its backend does not read          (TypeError)
+    ├── UnknownBackendError        no backend of this name                      (ValueError)
+    ├── UnexpectedOptionError      an option that a backend does not accept     (TypeError)
     ├── UnknownOptionError         the same, where torch raises KeyError        (KeyError)
     ├── EngineUnavailableError     a backend that cannot work here              (RuntimeError)
     │   └── RankUnableError        …on one of the ranks; all raise it
-    ├── OptionValueError           an option with a value it cannot have        (ValueError)
+    ├── OptionValueError           an option with an invalid value              (ValueError)
     ├── RendezvousError            the ranks could not find each other          (RuntimeError)
-    │   └── DisagreementError      …or were told different things
+    │   └── DisagreementError      …or have different settings
     ├── CollectiveArgumentError    a bad argument, noticed before sending       (ValueError)
-    │   └── CollectiveTypeError    …of a wrong type                             (TypeError)
-    ├── UnsupportedError           something this engine does not do            (RuntimeError)
-    ├── ExplainedError             one whose cause the recorder looks into
-    │   ├── MismatchError          ranks called different things                (RuntimeError)
-    │   └── GroupError             the group cannot go on                       (RuntimeError)
-    │       ├── PeerDiedError          a rank's process is gone
+    │   └── CollectiveTypeError    …of the wrong type                           (TypeError)
+    ├── UnsupportedError           not supported by this engine                 (RuntimeError)
+    ├── ExplainedError             an error whose cause the recorder looks up
+    │   ├── MismatchError          ranks called different collectives           (RuntimeError)
+    │   └── GroupError             a call of a group failed                     (RuntimeError)
+    │       ├── PeerDiedError          the process of a rank died
     │       │   └── PeerDiedUnjoinedError  …and it had not joined
     │       ├── PeerLeftError          a rank shut its group down, or aborted it
     │       │   └── PeerLeftUnjoinedError  …and it had not joined
@@ -26,93 +26,93 @@
     │       │   └── MonitoredBarrierError  …to a monitored barrier
     │       └── GroupClosedError       this rank shut the group down, or aborted it
     │           └── ForkedError        a forked child used a group of its parent
-    ├── NotANumberError            a NaN given to a collective (a check of torch's) (RuntimeError)
-    ├── WaitTimeoutError           a work was not done when wait() gave up      (TimeoutError)
-    ├── CodecError                 an object it cannot carry, or bad bytes      (TypeError)
+    ├── NotANumberError            a NaN in the input of a collective           (RuntimeError)
+    ├── WaitTimeoutError           Work.wait(timeout) timed out                 (TimeoutError)
+    ├── CodecError                 an object that cannot be sent, or bad bytes  (TypeError)
     ├── ModuleArgumentError        a bad argument of DistributedDataParallel    (ValueError)
     │   ├── ModuleStateError       …a module that it cannot wrap                (RuntimeError)
-    │   └── ModuleTypeError        …of a wrong type                             (TypeError)
+    │   └── ModuleTypeError        …of the wrong type                           (TypeError)
     ├── ModelMismatchError         ranks have different models                  (RuntimeError)
     ├── WrapperMismatchError       ranks wrap them with different arguments     (RuntimeError)
-    ├── ReplicatedTwiceError       a module is replicated already               (AssertionError)
-    ├── PeerError                  another rank failed and said why             (RuntimeError)
-    ├── CommHookError              a communication hook returned nonsense       (RuntimeError)
+    ├── ReplicatedTwiceError       a module is already replicated               (AssertionError)
+    ├── PeerError                  another rank failed in this pass             (RuntimeError)
+    ├── CommHookError              a communication hook returned a wrong value  (RuntimeError)
     ├── UnfinishedReductionError   a pass left parameters out (strict)          (RuntimeError)
     │   └── GraphChangedError      a static graph that changed
-    ├── LateGradientError          a gradient after its bucket had left         (RuntimeError)
-    ├── ThawedParameterError       thawed inside a forward that began without it (RuntimeError)
+    ├── LateGradientError          a gradient after its bucket was sent         (RuntimeError)
+    ├── ThawedParameterError       a parameter unfrozen inside a forward        (RuntimeError)
     ├── UnfinalizedError           a step before finalize_backward()            (RuntimeError)
-    ├── UnweighableError           a weighted pass that cannot be told apart    (RuntimeError)
-    ├── JoinArgumentError          a Join of things that do not go together     (ValueError)
+    ├── UnweighableError           a weighted loss that is not from an output   (RuntimeError)
+    ├── JoinArgumentError          joinables that cannot be combined            (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
     ├── NestedJoinError            a Join inside another on the same group      (RuntimeError)
-    ├── EarlyTerminationError      a rank has run out, and all are to raise     (RuntimeError)
+    ├── EarlyTerminationError      a rank has run out of inputs; all raise      (RuntimeError)
     │   ├── InputsExhaustedError       …this one
     │   └── PeerExhaustedError         …another one
     ├── PeerFailedError            another rank raised inside Join              (RuntimeError)
-    ├── SamplerStateError          a sampler's state from other samples         (ValueError)
-    ├── ShardMismatchError         ranks' shards do not fit together            (ValueError)
-    ├── ShardArgumentError         a rank gave something that is no shard       (ValueError)
-    ├── ShardNumberError           a shard of a batch that cannot be            (ValueError)
-    ├── LoaderArgumentError        a ShardedLoader of things that cannot be     (ValueError)
-    ├── LoaderStateError           …a state of other shards                     (ValueError)
-    ├── DatasetChangedError        …a dataset with another length in an epoch   (RuntimeError)
+    ├── SamplerStateError          the state of another sampler                 (ValueError)
+    ├── ShardMismatchError         tensors of a metric that cannot be combined  (ValueError)
+    ├── ShardArgumentError         an invalid value for a metric                (ValueError)
+    ├── ShardNumberError           invalid numbers of a shard                   (ValueError)
+    ├── LoaderArgumentError        a bad argument of ShardedLoader              (ValueError)
+    ├── LoaderStateError           …the state of another loader                 (ValueError)
+    ├── DatasetChangedError        …a dataset that changed during an epoch      (RuntimeError)
     ├── WorkerLostError            …a worker process that died                  (RuntimeError)
-    ├── ShareError                 shards among ranks that cannot be            (ValueError)
-    ├── HookStateError             a hook whose state does not fit              (ValueError)
-    ├── CodecSettingError          a codec that cannot be                       (ValueError)
-    ├── CodecMismatchError         ranks want different codecs                  (RuntimeError)
-    ├── CodecStateError            a codec's state that does not fit            (RuntimeError)
-    ├── ShardAccountError          not each shard of a step was computed once   (RuntimeError)
+    ├── ShareError                 shards cannot be divided among these ranks   (ValueError)
+    ├── HookStateError             invalid settings or state of a hook          (ValueError)
+    ├── CodecSettingError          an invalid setting of a codec                (ValueError)
+    ├── CodecMismatchError         ranks use different codecs                   (RuntimeError)
+    ├── CodecStateError            an invalid state of a codec hook             (RuntimeError)
+    ├── ShardAccountError          a shard was computed twice or not at all     (RuntimeError)
     ├── StepMismatchError          ranks differ in what a step depends on       (RuntimeError)
-    ├── NonFiniteGradientError     a rank has a NaN in what would be averaged   (FloatingPointError)
-    ├── ScatterError              gradients that cannot be cut into stretches  (ValueError)
-    ├── OptimizerArgumentError     a bad argument of an optimizer of ours       (ValueError)
-    │   ├── OptimizerTypeError     …of a wrong type                             (TypeError)
+    ├── NonFiniteGradientError     a rank has a NaN in its gradients            (FloatingPointError)
+    ├── ScatterError               gradients cannot be divided among ranks      (ValueError)
+    ├── OptimizerArgumentError     a bad argument of an optimizer               (ValueError)
+    │   ├── OptimizerTypeError     …of the wrong type                           (TypeError)
     │   └── OptimizerStateError    …or one that it cannot use now               (RuntimeError)
-    ├── AveragingArgumentError     a bad argument of something that averages    (ValueError)
-    │   ├── AveragingTypeError     …of a wrong type                             (TypeError)
+    ├── AveragingArgumentError     a bad argument of LocalSGD, DiLoCo, …        (ValueError)
+    │   ├── AveragingTypeError     …of the wrong type                           (TypeError)
     │   └── UnsupportedParametersError  …where torch raises NotImplementedError
-    ├── RoundsMismatchError        ranks' LocalSGD or DiLoCo do not go together (RuntimeError)
+    ├── RoundsMismatchError        ranks have different LocalSGD or DiLoCo      (RuntimeError)
     ├── RoundsStateError           a state dict of another LocalSGD or DiLoCo   (ValueError)
-    ├── HookRefusedError           a module's hook that a graph cannot honour   (RuntimeError)
-    ├── HookResultError            …or that returned what it cannot use         (RuntimeError)
+    ├── HookRefusedError           a module's hook that a graph cannot call     (RuntimeError)
+    ├── HookResultError            …or that returned a wrong number of values   (RuntimeError)
     ├── NotCapturedError           a step that cannot be one CUDA graph         (RuntimeError)
-    ├── NotPlannedError            a schedule that cannot be foreseen           (RuntimeError)
-    ├── MembershipError            a process that cannot be a member of its job (RuntimeError)
-    │   ├── JobEndedError          …since the job is over for all
-    │   ├── MeetingTimeoutError    …others did not come to decide who goes on   (TimeoutError)
-    │   └── KeeperLostError        …it does not reach who keeps the list        (ConnectionError)
-    ├── KeeperTakenError           a second keeper where there is one           (RuntimeError)
-    ├── LaunchError                ranks cannot be started as asked             (RuntimeError)
-    │   ├── LaunchCountError       …as many as were asked for
-    │   ├── PortTakenError         …where their port is taken
-    │   ├── KeyFileError           …where the key file of the job is no good
-    │   ├── StoreUrlError          …where --store is no etcd that can be used
-    │   ├── StoreUnreachableError  …or this host did not reach it in its time
-    │   └── HostLeftBehindError    …or the job ended while this host was cut off
-    ├── StrangerError              who answered is no part of the job           (ConnectionError)
+    ├── NotPlannedError            a schedule that cannot be read               (RuntimeError)
+    ├── MembershipError            a process cannot be a member of its job      (RuntimeError)
+    │   ├── JobEndedError          …because the job has ended
+    │   ├── MeetingTimeoutError    …because members did not come in time        (TimeoutError)
+    │   └── KeeperLostError        …because it cannot reach the keeper          (ConnectionError)
+    ├── KeeperTakenError           another keeper already runs                  (RuntimeError)
+    ├── LaunchError                ranks could not be started as requested      (RuntimeError)
+    │   ├── LaunchCountError       …another number than requested
+    │   ├── PortTakenError         …because the port is in use
+    │   ├── KeyFileError           …because the key file cannot be used
+    │   ├── StoreUrlError          …because --store is not a usable etcd
+    │   ├── StoreUnreachableError  …because this host could not reach the store
+    │   └── HostLeftBehindError    …because the job ended while this host was cut off
+    ├── StrangerError              a connection that is not of this job         (ConnectionError)
     ├── StoreLostError             the store of several hosts does not answer   (ConnectionError)
-    ├── StoreAnswerError           …or is none                                  (ConnectionError)
-    ├── TermOverError              a keeper that may not decide any more        (RuntimeError)
-    ├── RecorderArgumentError      a setting the recorder cannot take           (ValueError)
-    ├── JobArgumentError           an elastic job of things that cannot be      (ValueError)
-    ├── JobStateError              …whose state does not fit this rank          (RuntimeError)
-    ├── StartMismatchError         …whose ranks were made differently           (RuntimeError)
-    ├── StateCopyError             …whose state arrived with other bits         (RuntimeError)
+    ├── StoreAnswerError           …or gives an invalid answer                  (ConnectionError)
+    ├── TermOverError              a keeper that may no longer decide           (RuntimeError)
+    ├── RecorderArgumentError      an invalid setting of the recorder           (ValueError)
+    ├── JobArgumentError           a bad argument of an elastic job             (ValueError)
+    ├── JobStateError              …whose state does not match this rank        (RuntimeError)
+    ├── StartMismatchError         …whose ranks have different arguments        (RuntimeError)
+    ├── StateCopyError             …whose state arrived with wrong bits         (RuntimeError)
     ├── ReplicasDifferError        …whose ranks differ, without a majority      (RuntimeError)
-    ├── DamagedSaveError           …of whose saves none is whole                (RuntimeError)
+    ├── DamagedSaveError           …whose saves are all damaged                 (RuntimeError)
     ├── RunMissingError            no recorded run at this path                 (FileNotFoundError)
-    ├── DamagedLogError            a rank's log that cannot be read             (ValueError)
-    ├── LogVersionError            …or that another version wrote               (ValueError)
+    ├── DamagedLogError            the log of a rank cannot be read             (ValueError)
+    ├── LogVersionError            …or was written by another version           (ValueError)
     ├── IntegrationMissingError    a library that is not installed              (ImportError)
-    ├── UnsupportedTorchError      a torch that is too old, or far too new      (ImportError)
-    ├── BucketPhaseError           a bug of ours in the life of a bucket        (RuntimeError)
-    ├── PassStateError             a bug of ours in the life of a pass          (RuntimeError)
+    ├── UnsupportedTorchError      torch is too old, or too new to import       (ImportError)
+    ├── BucketPhaseError           a bug in paceline, in a bucket               (RuntimeError)
+    ├── PassStateError             a bug in paceline, in a pass                 (RuntimeError)
     └── RanksFailedError           ranks started by paceline.testing failed     (RuntimeError)
 
-In brackets the builtin that ``except`` lines of old scripts look for; some inherit a second one.
-The fields hold the facts, so that code need not read prose, and they survive pickling.
+In parentheses: the builtin exception that the error also inherits, as torch raises it; some inherit
+a second one. Fields hold the facts, so that code need not parse the message. Errors can be pickled.
 """
 
 from .base import ExplainedError, PacelineError

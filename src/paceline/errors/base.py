@@ -1,4 +1,4 @@
-"""What all errors are, and how they speak."""
+"""The base classes of all errors."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Protocol
 
 
 class PacelineError(Exception):
-    """Base of all our errors. Subclasses are dataclasses: fields hold facts, __str__ tells them."""
+    """Base class of all errors. Subclasses are dataclasses whose fields hold the facts."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
 
 
 class AwaitedExplanation(Protocol):
-    """What will be known of an error's cause soon; ``recorder/explain.py`` has the real one."""
+    """The cause of an error, which is being looked up; ``recorder/explain.py`` implements it."""
 
     @property
     def printed(self) -> bool:
-        """Whether it has been printed on its own, so that no text needs to repeat it."""
+        """Whether it was printed separately, so that the error need not repeat it."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is in the error's fields, for at most so long."""
+        """Wait until it is in the error's fields, at most ``seconds``."""
 
     def wait_for_text(self) -> None:
-        """Wait a moment, since somebody wants the error as text now; else it is printed later."""
+        """Wait briefly, because the error's text is needed now; else it is printed later."""
 
 
 class ExplainedError(PacelineError):
-    """An error that is raised before its cause is known in full.
+    """An error that is raised before its cause is fully known.
 
-    The recorder asks the other ranks meanwhile and fills in the fields that it knows best.
+    Meanwhile the recorder asks the other ranks and fills in the missing fields.
     """
 
     _explanation: AwaitedExplanation | None = None
 
     def explained_by(self, explanation: AwaitedExplanation) -> None:
-        """Tell the error who fills in its fields."""
+        """Set the explanation that fills in the fields."""
         self._explanation = explanation
 
     def wait_for_verdict(self, seconds: float = 5.0) -> str:
-        """What the recorder makes of it; waits until that is known, at most ``seconds``."""
+        """Return what the recorder found out; waits for it, at most ``seconds``."""
         if self._explanation is not None:
             self._explanation.wait(seconds)
         return str(getattr(self, "verdict", ""))
 
     def _is_told_here(self) -> bool:
-        """Whether a text of this error has to say what the recorder found out."""
+        """Whether the error's text has to include what the recorder found out."""
         if self._explanation is None:
             return True
         self._explanation.wait_for_text()
@@ -61,12 +61,12 @@ class ExplainedError(PacelineError):
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """One rank or several, in words."""
+    """Return "rank 1" or "ranks 1, 2"."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def some_of(names: Sequence[str], separator: str = ", ") -> str:
-    """The first names, and how many there are if there are more."""
+    """Return the first five names, and the total number if there are more."""
     more = f"{separator}… ({len(names)} in all)" if len(names) > 5 else ""
     return separator.join(list(names)[:5]) + more

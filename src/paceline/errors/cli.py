@@ -1,4 +1,4 @@
-"""Errors of the command line: a launch that cannot be as it was asked for."""
+"""Errors of the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class LaunchError(PacelineError, RuntimeError):
-    """Ranks could not be started as asked; none is left running."""
+    """Ranks could not be started as requested; none is left running."""
 
     reason: str
     remedy: str
@@ -20,7 +20,7 @@ class LaunchError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class LaunchCountError(LaunchError):
-    """The number of ranks or machines asked for is not the one that was, or would be, started."""
+    """Another number of ranks or hosts was, or would be, started than was requested."""
 
     asked: int = 0
     started: int = 0
@@ -28,6 +28,6 @@ class LaunchCountError(LaunchError):
 
 @dataclass(eq=False)
 class PortTakenError(LaunchError):
-    """The port where ranks are to meet belongs to another process."""
+    """The port of the store is in use by another process."""
 
     port: int = 0

@@ -33,14 +33,14 @@ class HookResultError(PacelineError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"a {self.hook} of {self.module} was given {self.given} gradients and returned "
+            f"a {self.hook} of {self.module} was called with {self.given} gradients and returned "
             f"{self.returned}. The other ranks now wait for this one. Return one for each, or None."
         )
 
 
 @dataclass(eq=False)
 class NotPlannedError(PacelineError, RuntimeError):
-    """A step's schedule cannot be read."""
+    """The schedule of a step cannot be read."""
 
     problem: str
     remedy: str
@@ -51,7 +51,7 @@ class NotPlannedError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class NotCapturedError(PacelineError, RuntimeError):
-    """A step cannot be one CUDA graph, and that was asked for."""
+    """A step cannot be captured as one CUDA graph although ``graph=True``."""
 
     rank: int
     reason: str
@@ -59,6 +59,6 @@ class NotCapturedError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: train_step(graph=True): {self.reason}, so the step cannot be one "
-            "CUDA graph. The other ranks are told so in their step. Leave graph out: then steps "
-            "are replayed where they can be, and done without a graph where not."
+            "CUDA graph. The other ranks raise an error in their step. Remove graph=True: then a "
+            "graph is used only where that is possible."
         )

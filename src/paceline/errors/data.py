@@ -1,4 +1,4 @@
-"""Errors of samplers, of shards, and of metrics over shards."""
+"""Errors of samplers, loaders and metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class SamplerStateError(PacelineError, ValueError):
-    """A sampler was given a state that belongs to another row of samples."""
+    """A sampler was given the state of a sampler with another order of samples."""
 
     field: str
     saved: object
@@ -18,15 +18,15 @@ class SamplerStateError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"the sampler's state was saved with {self.field}={self.saved!r}, and this one has "
-            f"{self.here!r}: a position in one row of samples means nothing in another. "
-            "Make the sampler as it was when the state was saved, or start the epoch afresh."
+            f"the sampler's state was saved with {self.field}={self.saved!r}, but this sampler has "
+            f"{self.here!r}, so the saved position does not apply to its order of samples. "
+            "Create the sampler with the saved value, or start the epoch from the beginning."
         )
 
 
 @dataclass(eq=False)
 class ShardMismatchError(PacelineError, ValueError):
-    """Two ranks' shards do not fit together; every rank raises it."""
+    """The tensors of two ranks cannot be combined; every rank raises it."""
 
     rank: int
     rank_a: int
@@ -36,16 +36,16 @@ class ShardMismatchError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: rank {self.rank_a} called {self.shard_a}, and rank {self.rank_b} "
-            f"{self.shard_b}. Nothing was reduced, and every rank raises this. Shards may differ "
-            "in the number of rows only; an empty one is torch.empty(0, ...) with the dtype and "
-            "the other dimensions of the rest."
+            f"rank {self.rank}: rank {self.rank_a} called {self.shard_a}, but rank {self.rank_b} "
+            f"called {self.shard_b}. Nothing was reduced, and every rank raises this. Tensors may "
+            "differ in the number of rows only; for no rows pass torch.empty(0, ...) with the "
+            "dtype and the other dimensions of the rest."
         )
 
 
 @dataclass(eq=False)
 class ShardArgumentError(PacelineError, ValueError, TypeError):
-    """A rank gave something that is no shard; every rank raises it."""
+    """A rank passed an invalid value to a metric; every rank raises it."""
 
     rank: int
     operation: str
@@ -54,14 +54,14 @@ class ShardArgumentError(PacelineError, ValueError, TypeError):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: {self.operation}: rank {self.culprit} gave {self.problem}. "
+            f"rank {self.rank}: {self.operation}: rank {self.culprit} passed {self.problem}. "
             "Nothing was reduced, and every rank raises this."
         )
 
 
 @dataclass(eq=False)
 class ShardNumberError(PacelineError, ValueError):
-    """A shard of a global batch was made from numbers that cannot be."""
+    """A shard of a global batch was created from invalid numbers."""
 
     field: str
     value: object
@@ -69,31 +69,31 @@ class ShardNumberError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"Shard({self.field}={self.value!r}): it {self.problem}. Every rank has to name a "
-            "shard by the same numbers, so none are guessed. Steps, epochs and shards are counted "
-            "from 0, in plain ints; int(...) makes one of a tensor or of numpy's."
+            f"Shard({self.field}={self.value!r}): it {self.problem}. Every rank has to use the "
+            "same numbers for a shard. Steps, epochs and shards are plain ints that count from 0; "
+            "convert numbers of torch or numpy with int(...)."
         )
 
 
 @dataclass(eq=False)
 class ShareError(PacelineError, ValueError):
-    """Shards were to be shared out among ranks that cannot be."""
+    """Shards cannot be divided among these ranks."""
 
     rank: int
     members: Sequence[int]
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: shards cannot be shared out among ranks {list(self.members)}: "
-            "this rank has to be one of them, and each may be there once. With another list than "
-            "the other ranks have, a shard would be computed twice or by nobody. Give every rank "
-            "the same members."
+            f"rank {self.rank}: shards cannot be divided among ranks {list(self.members)}: "
+            "this rank has to be in the list, and each rank only once. If the lists of two ranks "
+            "differ, a shard would be computed twice or not at all. Pass the same members on "
+            "every rank."
         )
 
 
 @dataclass(eq=False)
 class LoaderArgumentError(PacelineError, ValueError, TypeError):
-    """A ShardedLoader was made, or asked, for something that cannot be."""
+    """A ShardedLoader was given an invalid argument."""
 
     argument: str
     value: object
@@ -102,13 +102,13 @@ class LoaderArgumentError(PacelineError, ValueError, TypeError):
     def __str__(self) -> str:
         return (
             f"ShardedLoader: {self.argument}={self.value!r}: {self.problem}. Nothing was fetched. "
-            "Every rank has to give the same dataset, shards, batch and seed, so it raises on all."
+            "Every rank has to pass the same dataset, shards, batch and seed, so all raise this."
         )
 
 
 @dataclass(eq=False)
 class LoaderStateError(PacelineError, ValueError):
-    """A ShardedLoader was given a state that belongs to other shards."""
+    """A ShardedLoader was given the state of a loader with other shards."""
 
     field: str
     saved: object
@@ -116,16 +116,16 @@ class LoaderStateError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"the loader's state was saved with {self.field}={self.saved!r}, and here is "
-            f"{self.here!r}: the steps that were done there had other samples than those of the "
-            "same number here. Nothing was loaded. Make the loader as it was (the number of ranks "
-            "may differ, nothing else), or start the epoch afresh with seek()."
+            f"the loader's state was saved with {self.field}={self.saved!r}, but this loader has "
+            f"{self.here!r}, so its steps have other samples. Nothing was loaded. Create the "
+            "loader with the saved value (only the number of ranks may differ), or start an epoch "
+            "from the beginning with seek()."
         )
 
 
 @dataclass(eq=False)
 class DatasetChangedError(PacelineError, RuntimeError):
-    """A dataset has another length than when the epoch began."""
+    """The length of a dataset changed during an epoch."""
 
     rank: int
     epoch: int
@@ -135,15 +135,15 @@ class DatasetChangedError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: the dataset had {self.before} samples when epoch {self.epoch} "
-            f"began, and now has {self.now}: the shards that are left would have samples that were "
-            "seen, or miss some. The other ranks wait for this one's shards. Change a dataset "
-            "between epochs, on every rank; here, seek() to the start of an epoch."
+            f"began, and now has {self.now}: the remaining shards would repeat or miss samples. "
+            "The other ranks wait for the shards of this rank. Change a dataset only between "
+            "epochs, on every rank, or seek() to the start of an epoch."
         )
 
 
 @dataclass(eq=False)
 class WorkerLostError(PacelineError, RuntimeError):
-    """A worker process died while it fetched samples."""
+    """A worker process died while fetching samples."""
 
     rank: int
     epoch: int
@@ -153,8 +153,8 @@ class WorkerLostError(PacelineError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: a worker was lost before shard {self.index} of step {self.step} "
+            f"rank {self.rank}: a worker died before shard {self.index} of step {self.step} "
             f"(epoch {self.epoch}) was fetched: {self.report} The other ranks wait for this "
-            "shard. Nothing of the step is lost: iterated again, it is fetched by new workers. "
-            "A worker that is killed often has no memory left: use fewer, or smaller samples."
+            "shard. The step is not lost: iterate over it again, and new workers fetch it. "
+            "Workers are often killed for lack of memory: use fewer workers or smaller samples."
         )

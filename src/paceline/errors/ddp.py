@@ -1,4 +1,4 @@
-"""Errors of wrapped models and of the reducer beneath."""
+"""Errors of wrapped models and of the reducer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import PacelineError, ranks_named, some_of
 
 @dataclass(eq=False)
 class ModuleArgumentError(PacelineError, ValueError):
-    """DistributedDataParallel was given something it cannot work with."""
+    """DistributedDataParallel was given an invalid argument."""
 
     problem: str
     remedy: str = ""
@@ -20,24 +20,24 @@ class ModuleArgumentError(PacelineError, ValueError):
 
 
 class ModuleStateError(ModuleArgumentError, RuntimeError):
-    """DistributedDataParallel was asked for something its module, or its state, does not allow."""
+    """The module, or the state of the wrapper, does not allow this."""
 
 
 class ModuleTypeError(ModuleArgumentError, TypeError):
-    """DistributedDataParallel was given an object of a wrong type."""
+    """DistributedDataParallel was given an object of the wrong type."""
 
 
 @dataclass(eq=False)
 class ReplicatedTwiceError(PacelineError, AssertionError, ValueError):
-    """``replicate`` was called on a module that is replicated already."""
+    """``replicate`` was called on a module that is already replicated."""
 
     module: str  # its class
 
     def __str__(self) -> str:
         return (
             "Each distinct composable distributed API can only be applied to a module once. "
-            f"replicate has already been applied to this {self.module}; it stays replicated as it "
-            "is. Other ranks that were told the same raise this too."
+            f"replicate has already been applied to this {self.module}, which stays replicated as "
+            "before. Other ranks that call it twice raise this too. Call it once."
         )
 
 
@@ -53,7 +53,7 @@ class ModelMismatchError(PacelineError, RuntimeError):
         return (
             f"rank {self.rank}: DDP expects same model across all ranks, but rank {self.other} "
             f"differs from rank 0: {some_of(self.differences, '; ')}. Every rank raises this. "
-            "Build the model in the same way everywhere: parameters are matched by their order."
+            "Build the same model on every rank: parameters are matched by their order."
         )
 
 
@@ -70,7 +70,7 @@ class WrapperMismatchError(PacelineError, RuntimeError):
         return (
             f"rank {self.rank}: the arguments of DistributedDataParallel differ between ranks: "
             f"{some_of(given, '; ')}. They decide what is sent, and when. Every rank raises this. "
-            "Give the same on every rank."
+            "Pass the same arguments on every rank."
         )
 
 
@@ -84,19 +84,19 @@ class ShardAccountError(PacelineError, RuntimeError):
     twice: Mapping[int, Sequence[int]]  # by shard: the ranks that computed it
 
     def __str__(self) -> str:
-        found = [f"shard {shard} by nobody" for shard in self.missing]
+        found = [f"shard {shard} by no rank" for shard in self.missing]
         found += [f"shard {shard} by {ranks_named(r)}" for shard, r in self.twice.items()]
         return (
-            f"rank {self.rank}: each of the {self.shards} shards of a step is computed once, by "
-            f"one rank; in this one: {some_of(found)}. There is no average, and every rank raises "
-            "this; the step's gradients were dropped. Share shards out by the same rule on every "
+            f"rank {self.rank}: each of the {self.shards} shards of a step must be computed once, "
+            f"by one rank, but this step computed {some_of(found)}. Every rank raises this, and "
+            "the gradients of the step were dropped. Assign shards by the same rule on every "
             "rank: paceline.data.share_out, or ShardedLoader."
         )
 
 
 @dataclass(eq=False)
 class StepMismatchError(PacelineError, RuntimeError):
-    """The ranks differ in something that a step's result depends on."""
+    """The ranks differ in something that the result of a step depends on."""
 
     rank: int
     what: str
@@ -105,22 +105,22 @@ class StepMismatchError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         found = [f"rank {rank} has {value}" for rank, value in self.said.items()]
         remedy = {
-            "step": "Ranks do the same steps of the same data; resume all of them from one place.",
-            "number of threads": "Give every rank as many: torch.set_num_threads, OMP_NUM_THREADS.",
-            "optimizer settings": "Change the learning rate and the like on every rank alike.",
-            "number of backward passes": "Call backward equally often in every shard.",
-        }.get(self.what, "Freeze and thaw the same parameters on every rank.")
+            "step": "Resume all ranks from the same checkpoint.",
+            "number of threads": "Use the same number on every rank (OMP_NUM_THREADS).",
+            "optimizer settings": "Change the learning rate and so on in the same way everywhere.",
+            "number of backward passes": "Call backward the same number of times in every shard.",
+        }.get(self.what, "Freeze and unfreeze the same parameters on every rank.")
         differs = "differ" if self.what.endswith("parameters") else "differs"
         return (
             f"rank {self.rank}: {self.what} {differs} between "
-            f"ranks: {some_of(found, '; ')}. Results would depend on who computed which shard. "
-            f"There is no average, and every rank raises this. {remedy}"
+            f"ranks: {some_of(found, '; ')}. Results would depend on which rank computes which "
+            f"shard, so every rank raises this, and gradients were not averaged. {remedy}"
         )
 
 
 @dataclass(eq=False)
 class NonFiniteGradientError(PacelineError, FloatingPointError):
-    """A rank has an infinity or a NaN in what a step would average. Every rank raises it."""
+    """A rank has an infinity or a NaN in its gradients or buffers. Every rank raises it."""
 
     rank: int
     found: Mapping[int, Sequence[str]]  # names of parameters and buffers, by rank
@@ -129,31 +129,32 @@ class NonFiniteGradientError(PacelineError, FloatingPointError):
         who = [f"rank {rank} in {some_of(list(names))}" for rank, names in self.found.items()]
         return (
             f"rank {self.rank}: infinities or NaNs in gradients: {some_of(who, '; ')}. The step "
-            "was not committed on any rank: weights are those of the step before. Look at the "
+            "was not committed on any rank: weights are those of the step before. Check the "
             'data and the loss of that rank; with a gradient scaler, pass nonfinite="allow".'
         )
 
 
 @dataclass(eq=False)
 class PeerError(PacelineError, RuntimeError):
-    """Another rank failed while this one worked with it, and said why."""
+    """Another rank failed in this pass; its message is included."""
 
     rank: int
-    messages: Mapping[int, str]  # what the ranks that failed said
+    messages: Mapping[int, str]  # by rank that failed
     when: str = "in this pass"
 
     def __str__(self) -> str:
-        said = "\n".join(f"rank {rank} said: {text}" for rank, text in self.messages.items())
+        said = "\n".join(f"rank {rank}: {text}" for rank, text in self.messages.items())
         who = ranks_named(list(self.messages)) if self.messages else "another rank"
         return (
-            f"rank {self.rank}: {who} failed {self.when}, so there is no average. The gradients "
-            f"of this pass were dropped; the group can go on if all ranks do.\n{said}"
+            f"rank {self.rank}: {who} failed {self.when}, so gradients were not averaged. The "
+            "gradients of this pass were dropped; the group stays usable if all ranks catch "
+            f"this.\n{said}"
         ).strip()
 
 
 @dataclass(eq=False)
 class CommHookError(PacelineError, RuntimeError):
-    """A communication hook did not return what it must."""
+    """A communication hook returned something invalid."""
 
     got: str
     expected: str = "a torch.futures.Future"
@@ -168,7 +169,7 @@ class CommHookError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class UnfinishedReductionError(PacelineError, RuntimeError):
-    """A pass ended without gradients for some parameters, where torch would not have it."""
+    """A pass ended without gradients for some parameters, which torch does not allow."""
 
     rank: int
     indices: Sequence[int]
@@ -199,7 +200,7 @@ class UnfinishedReductionError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class GraphChangedError(UnfinishedReductionError):
-    """A graph that was promised to be static has changed."""
+    """The graph changed although ``static_graph=True``."""
 
     prior: bool = False  # told when the next pass begins
 
@@ -221,7 +222,7 @@ class GraphChangedError(UnfinishedReductionError):
 
 @dataclass(eq=False)
 class LateGradientError(PacelineError, RuntimeError):
-    """A gradient came after its bucket had left, where ranks cannot stop to exchange it."""
+    """A gradient arrived after its bucket was sent and can no longer be averaged."""
 
     rank: int
     names: Sequence[str]
@@ -236,7 +237,7 @@ class LateGradientError(PacelineError, RuntimeError):
 
 @dataclass(eq=False)
 class UnfinalizedError(PacelineError, RuntimeError):
-    """Something came before the averages that a program waits for itself were there."""
+    """Something was called before ``finalize_backward()``."""
 
     rank: int
     what: str  # that came too early
@@ -245,79 +246,86 @@ class UnfinalizedError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         early = f"rank {self.rank}: {self.what} came before finalize_backward()"
         if self.names:
-            early += f", and would have used what is no average, for {some_of(self.names)}"
+            early += f" and would have used gradients that are not averaged: {some_of(self.names)}"
         return (
             f"{early}. Expected to have finalized the prior backward pass before starting a new "
             "one. Call finalize_backward() after backward() when "
-            "require_manual_backward_finalization is true. Nothing was changed: the averages are "
-            "still to be had, and the other ranks do not wait until their next pass."
+            "require_manual_backward_finalization is true. Nothing was changed: it still gives "
+            "the averages, and the other ranks wait only in their next pass."
         )
 
 
 @dataclass(eq=False)
 class UnweighableError(PacelineError, RuntimeError):
-    """A weighted backward pass came to a parameter before it came to an output of the model."""
+    """The loss of a weighted pass was not computed from an output of the model."""
 
     rank: int
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: this backward pass has a weight, and its loss does not come from "
-            "what the model's forward returned, so its gradients cannot be told from those that "
-            "were there before. Return from forward what the loss is made of."
+            f"rank {self.rank}: this backward pass has a weight, but its loss was not computed "
+            "from the output of the model's forward, so its gradients cannot be told from older "
+            "ones. The other ranks wait for this one. Return everything from forward that the "
+            "loss is computed from."
         )
 
 
 @dataclass(eq=False)
 class ThawedParameterError(PacelineError, RuntimeError):
-    """A parameter was thawed inside a forward that began without it."""
+    """A parameter was unfrozen inside a forward."""
 
     rank: int
     parameter: str
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: a gradient came to {self.parameter}, which was frozen when the "
-            "forward began and is trained now, so no bucket has a place for it. It was not "
-            "averaged, and the other ranks raise the same or wait for this one. Thaw it before "
-            "the forward, or call ddp.reducer.prepare_for_backward([]) after thawing it."
+            f"rank {self.rank}: {self.parameter} got a gradient, but it was frozen when the "
+            "forward began, so no bucket has a slot for it. It was not averaged, and the other "
+            "ranks raise the same error or wait for this one. Unfreeze it before the forward, or "
+            "call ddp.reducer.prepare_for_backward([]) after unfreezing it."
         )
 
 
 @dataclass(eq=False)
 class ScatterError(PacelineError, ValueError):
-    """A model whose gradients cannot be cut into stretches."""
+    """Gradients of a model cannot be divided among ranks."""
 
     rank: int
     parameters: Sequence[str]
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: gradients of {some_of(self.parameters)} cannot be cut into "
-            "stretches: they are sparse, or parts of DTensors, or averaged by "
-            "delay_all_reduce_named_params. No rank has changed anything. Leave out ddp=, so "
-            "that gradients are averaged whole."
+            f"rank {self.rank}: gradients of {some_of(self.parameters)} cannot be divided among "
+            "ranks: they are sparse, or parts of DTensors, or averaged by "
+            "delay_all_reduce_named_params. Nothing was changed on any rank. Remove ddp=; then "
+            "every rank gets all averages."
         )
 
 
 @dataclass(eq=False)
 class BucketPhaseError(PacelineError, RuntimeError):
-    """A bucket was used out of turn; only a bug of paceline's can do that."""
+    """A bucket was used in the wrong phase; this is a bug in paceline."""
 
     bucket: int
     needed: str
     found: str
 
     def __str__(self) -> str:
-        return f"bucket {self.bucket} is {self.found}, and must be {self.needed}"
+        return (
+            f"bucket {self.bucket} is {self.found}, but must be {self.needed}. This is a bug in "
+            "paceline; please report it with the script."
+        )
 
 
 @dataclass(eq=False)
 class PassStateError(PacelineError, RuntimeError):
-    """A pass was moved to a state that cannot follow; only a bug of paceline's can do that."""
+    """A pass was moved to an invalid state; this is a bug in paceline."""
 
     needed: str
     found: str
 
     def __str__(self) -> str:
-        return f"a pass is {self.found}, and {self.needed} cannot follow"
+        return (
+            f"a pass is {self.found}, and {self.needed} cannot follow. This is a bug in paceline; "
+            "please report it with the script."
+        )

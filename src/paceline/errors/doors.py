@@ -1,4 +1,4 @@
-"""Errors of the way into a job: its key file, and strangers at its ports."""
+"""Errors of connecting to a job: its key file, and processes that do not belong to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .cli import LaunchError
 
 @dataclass(eq=False)
 class KeyFileError(LaunchError):
-    """The key file of a job on several hosts cannot be used as it is."""
+    """The key file of a job on several hosts cannot be used."""
 
     path: str = ""
 
 
 @dataclass(eq=False)
 class StrangerError(PacelineError, ConnectionError):
-    """Who answered does not belong to this job, or does not take this process for a part of it."""
+    """The other side of a connection does not belong to this job, or rejects this process."""
 
     where: str
     reason: str
 
     def __str__(self) -> str:
         return (
-            f"{self.where} is no part of this job: {self.reason}. Nothing was sent to it, and the "
-            "hosts that wait for this one go on waiting. Give every host a copy of the same key "
-            "file (paceline run --key), and see that its clock is right."
+            f"{self.where} does not belong to this job: {self.reason}. Nothing was sent to it, and "
+            "hosts that wait for this one still wait. Copy the same key file to every host "
+            "(paceline run --key), and check that its clock is right."
         )

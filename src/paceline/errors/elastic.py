@@ -1,4 +1,4 @@
-"""Errors of jobs that ranks may leave and join."""
+"""Errors of members of an elastic job."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ class MembershipError(PacelineError, RuntimeError):
 
     member: int
     why: str
-    well: bool = False  # the job is done, and there is nothing left for this process
+    well: bool = False  # the job has finished, and this process is not needed
 
     def __str__(self) -> str:
         who = f"member {self.member}" if self.member >= 0 else "this process"
         return (
-            f"{who} cannot go on with the job: {self.why}. The others, if there are any, go on "
-            "without it. What it has computed since the last commit is not in their weights; "
-            "end this process, and let the launcher start another in its place."
+            f"{who} cannot continue in the job: {self.why}. Other members continue "
+            "without it. What it computed since the last commit is not in their weights; "
+            "end this process, and let the launcher start a replacement."
         )
 
 
 @dataclass(eq=False)
 class JobEndedError(MembershipError):
-    """The job is over for all of its members."""
+    """The job has ended for all of its members."""
 
     def __str__(self) -> str:
         return (
-            f"member {self.member}: the job has ended, for every member: {self.why}. "
-            "Start it again once the cause is found; it goes on from its last save."
+            f"member {self.member}: the job has ended for every member: {self.why}. "
+            "Fix the cause and start it again; it resumes from its last save."
         )
 
 
 @dataclass(eq=False)
 class MeetingTimeoutError(MembershipError, TimeoutError):
-    """The next roster was not decided in time."""
+    """The members that continue were not decided in time."""
 
     seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
             f"member {self.member}: no roster was decided in {self.seconds:g} s: {self.why}. "
-            "The others wait until this process ends or comes again. Look at the members that are "
-            "named, or give the meeting more time."
+            "The others wait until this process ends or tries again. Check the members that are "
+            "named, or use a longer timeout."
         )
 
 
 @dataclass(eq=False)
 class KeeperLostError(MembershipError, ConnectionError):
-    """The process that keeps the list of members is not reached any more."""
+    """The keeper, which holds the list of members, cannot be reached."""
 
     def __str__(self) -> str:
         return (
-            f"member {self.member} does not reach the keeper of its job: {self.why}. Others that "
-            "reach one go on without this process; it must not, since nobody would know. "
-            "See whether the launcher (paceline run) still lives on this host."
+            f"member {self.member} cannot reach the keeper of its job: {self.why}. Members that "
+            "can reach it continue without this process, which must not continue alone. "
+            "Check whether the launcher (paceline run) still runs on this host."
         )
 
 
 @dataclass(eq=False)
 class KeeperTakenError(PacelineError, RuntimeError):
-    """Another keeper is at work where one was to be started."""
+    """Another keeper already runs for this job."""
 
     path: str
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"another keeper held {self.path} for {self.seconds:g} s, and two would decide "
-            "differently. Members go on with that one; end it first if it is not to be used."
+            f"another keeper held {self.path} for {self.seconds:g} s, and two could decide "
+            "differently. Members use that one; to replace it, end it first."
         )

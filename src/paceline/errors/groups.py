@@ -1,4 +1,4 @@
-"""Errors of groups, their backends and what moves bytes."""
+"""Errors of groups, their backends and the transport."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ class BackendTakenError(PacelineError, ValueError):
 
 @dataclass(eq=False)
 class UnknownBackendError(PacelineError, ValueError):
-    """A backend was asked for that nobody registered."""
+    """No backend is registered under this name."""
 
     name: str
     known: Sequence[str]
-    variable: str = ""  # of the environment, that asked for it
+    variable: str = ""  # of the environment, that has the name
 
     def __str__(self) -> str:
         if self.variable:
             return (
-                f"{self.variable} is {self.name!r}, which is no backend that it can choose. "
-                f"Set it to one of {', '.join(self.known)}, or unset it."
+                f"{self.variable} is {self.name!r}, which is not one of the backends that it can "
+                f"select. Set it to one of {', '.join(self.known)}, or unset it."
             )
         return (
-            f"Backend {self.name} not registered. Known here: {', '.join(self.known)}. "
-            "Offer one with paceline.register_backend, or install the package that has it "
+            f"Backend {self.name} not registered. Registered backends: {', '.join(self.known)}. "
+            "Register it with paceline.register_backend, or install the package that provides it "
             "(entry-point group 'paceline.backends')."
         )
 
 
 @dataclass(eq=False)
 class UnexpectedOptionError(PacelineError, TypeError, AssertionError):
-    """A backend was given an option it does not read."""
+    """A backend was given an unknown option."""
 
     backend: str
     options: Sequence[str]
     known: Sequence[str] = ()
 
     def __str__(self) -> str:
-        known = f"It reads {', '.join(self.known)}." if self.known else "It reads none."
+        known = f"It accepts {', '.join(self.known)}." if self.known else "It accepts none."
         return (
             f"{self.backend.capitalize()} backend received unexpected kwargs "
             f"{', '.join(self.options)}. {known}"
@@ -71,7 +71,7 @@ class UnknownOptionError(PacelineError, KeyError):
 
 @dataclass(eq=False)
 class EngineUnavailableError(PacelineError, RuntimeError):
-    """A backend was asked for that cannot work on this machine or with these ranks."""
+    """A backend cannot work on this host or with these ranks."""
 
     backend: str
     reason: str
@@ -80,29 +80,29 @@ class EngineUnavailableError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
         return (
-            f"{where}the {self.backend} backend cannot be used here: {self.reason}. "
-            "backend='auto' picks one that can; paceline.groups.capabilities() lists them."
+            f"{where}the {self.backend} backend cannot be used here: {self.reason}. Use "
+            "backend='auto', or another one; paceline.groups.capabilities() lists them."
         )
 
 
 @dataclass(eq=False)
 class RankUnableError(EngineUnavailableError):
-    """A rank cannot do its part of a backend. Every rank raises it, so all can choose another."""
+    """A backend cannot work on one of the ranks. Every rank raises it."""
 
     culprit: int = -1
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
         return (
-            f"{where}the {self.backend} backend cannot be used: "
-            f"rank {self.culprit} is not able to: {self.reason}. No rank has opened the group. "
-            "Raise the limit there, or let backend='auto' pick another backend."
+            f"{where}the {self.backend} backend cannot be used, because it does not work on rank "
+            f"{self.culprit}: {self.reason}. No rank has opened the group. "
+            "Raise the limit there, or use backend='auto', which picks another backend."
         )
 
 
 @dataclass(eq=False)
 class OptionValueError(PacelineError, ValueError):
-    """A backend was given a value that its option cannot have."""
+    """An option of a backend has an invalid value."""
 
     backend: str
     option: str
@@ -133,7 +133,7 @@ class RendezvousError(PacelineError, RuntimeError, ValueError):
 
 @dataclass(eq=False)
 class DisagreementError(RendezvousError):
-    """Ranks that open one group were told, or have, different things. Every rank raises it."""
+    """The ranks of a group differ in something that must be the same. Every rank raises it."""
 
     what: str = ""
     values: Mapping[int, str] = field(default_factory=dict)  # by rank
@@ -148,7 +148,7 @@ class DisagreementError(RendezvousError):
 
 @dataclass(eq=False)
 class CollectiveArgumentError(PacelineError, ValueError, RuntimeError):
-    """A collective was called with an argument it cannot take; nothing was sent."""
+    """A collective was called with an invalid argument; nothing was sent."""
 
     rank: int
     operation: str
@@ -164,12 +164,12 @@ class CollectiveArgumentError(PacelineError, ValueError, RuntimeError):
 
 
 class CollectiveTypeError(CollectiveArgumentError, TypeError):
-    """An argument of a collective has a type it cannot have; nothing was sent."""
+    """An argument of a collective has the wrong type; nothing was sent."""
 
 
 _OWN_CALLS = (
-    " A wrapped model makes calls of its own in its forward and backward passes: run these equally "
-    "often on every rank, and call the module inside the wrapper (ddp.module) where ranks differ."
+    " A wrapped model communicates in its forward and backward passes: run these the same number "
+    "of times on every rank, and use the inner module (ddp.module) where ranks differ."
 )
 
 
@@ -186,10 +186,10 @@ class MismatchError(ExplainedError, RuntimeError):
     call_a: str
     rank_b: int
     call_b: str
-    line_a: str = ""  # of the user's code, where the recorder knows it
+    line_a: str = ""  # of the user's code, if the recorder knows it
     line_b: str = ""
-    verdict: str = ""  # what the recorder makes of it
-    purpose_a: str = ""  # of a call that was not the user's own: what the library made it for
+    verdict: str = ""  # the recorder's
+    purpose_a: str = ""  # why the library made the call, if the user did not
     purpose_b: str = ""
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class MismatchError(ExplainedError, RuntimeError):
 
 @dataclass(eq=False)
 class UnsupportedError(PacelineError, NotImplementedError):
-    """An engine was asked for something it does not do."""
+    """An engine does not support an operation."""
 
     backend: str
     what: str
@@ -224,7 +224,7 @@ class UnsupportedError(PacelineError, NotImplementedError):
 
 @dataclass(eq=False)
 class NotANumberError(PacelineError, RuntimeError):
-    """This rank gave a NaN to a collective, and ``TORCH_DIST_NAN_CHECK=1`` looks for such."""
+    """The input of a collective has a NaN, and ``TORCH_DIST_NAN_CHECK=1`` is set."""
 
     rank: int
     operation: str
@@ -234,14 +234,14 @@ class NotANumberError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: {self.operation}: NaN found in input tensor, in {self.found} of "
-            f"{self.numel} elements. This rank has not begun the call, and the others wait for it "
-            "until they time out. Look at what made these numbers, or unset TORCH_DIST_NAN_CHECK."
+            f"{self.numel} elements. This rank has not started the call, and the others wait for "
+            "it until they time out. Find where the NaN comes from, or unset TORCH_DIST_NAN_CHECK."
         )
 
 
 @dataclass(eq=False)
 class GroupError(ExplainedError, RuntimeError):
-    """The group cannot go on: what it was doing on this rank, and whose fault it was."""
+    """A call of a group failed; usually the group cannot be used any more."""
 
     rank: int
     operation: str
@@ -258,7 +258,7 @@ class GroupError(ExplainedError, RuntimeError):
 
 @dataclass(eq=False)
 class PeerDiedError(GroupError):
-    """A rank's process is gone while this rank waited for it."""
+    """The process of a rank died while this rank waited for it."""
 
     reporter: int = -1
 
@@ -266,8 +266,9 @@ class PeerDiedError(GroupError):
         by = "" if self.reporter in (-1, self.rank) else f" (noticed by rank {self.reporter})"
         return (
             f"{self._here()} failed: {ranks_named(self.ranks)} died{by}. "
-            "The group is over on all ranks; look at the output of the dead process, "
-            f"and make a new group of the survivors with Group.reconfigure.{self._explained()}"
+            "The group has ended on all ranks. See the output of the process that died; "
+            "the other ranks can continue with Group.reconfigure or a new group."
+            f"{self._explained()}"
         )
 
 
@@ -281,14 +282,14 @@ class PeerLeftError(GroupError):
         did = "aborted the group" if self.aborted else "had already left the group"
         return (
             f"{self._here()} failed: {ranks_named(self.ranks)} {did}. "
-            "The group is over; ranks that still have work must not outlast the others."
-            f"{self._explained()}"
+            "The group has ended on all ranks. If no rank raised an error, this rank makes more "
+            f"calls than the others.{self._explained()}"
         )
 
 
 @dataclass(eq=False)
 class CollectiveTimeoutError(GroupError, TimeoutError):
-    """A rank did not arrive within the call's timeout."""
+    """A rank did not make the call within its timeout."""
 
     seconds: float = 0.0
     reporter: int = -1
@@ -301,11 +302,13 @@ class CollectiveTimeoutError(GroupError, TimeoutError):
             what = f"timed out after {self.seconds:g} s waiting for {ranks_named(self.ranks)}"
         seen = f" Last seen: {'; '.join(self.behind)}." if self.behind else ""
         after = (
-            "The group goes on." if self.operation == "recv" else "The group is over on all ranks."
+            "The group stays usable."
+            if self.operation == "recv"
+            else "The group has ended on all ranks."
         )
         return (
             f"{self._here()}: {what}.{seen} {after} "
-            "If the rank is only slow, give the call or the group a longer timeout."
+            "If the rank is only slow, use a longer timeout for the call or the group."
             f"{self._explained()}"
         )
 
@@ -318,7 +321,7 @@ class MonitoredBarrierError(CollectiveTimeoutError):
         return (
             f"rank {self.rank}: {who} failed to pass monitoredBarrier "
             f"in {self.seconds * 1000:g} ms. "
-            "The ranks that came can go on; look at where the missing ones are."
+            "The other ranks can continue; check where the missing ones are."
         )
 
 
@@ -330,7 +333,7 @@ class GroupClosedError(GroupError):
 
     def __str__(self) -> str:
         did = "aborted" if self.aborted else "shut down"
-        return f"{self._here()} failed: this group was {did} on this rank. Make a new group."
+        return f"{self._here()} failed: this group was {did} on this rank. Create a new group."
 
 
 class ForkedError(GroupClosedError):
@@ -338,15 +341,15 @@ class ForkedError(GroupClosedError):
 
     def __str__(self) -> str:
         return (
-            f"{self._here()} failed: this process was forked from rank {self.rank} and is no rank "
-            "of the group; the ranks did not notice. Do it in the parent, "
-            "or make a group of its own in the child with new_group."
+            f"{self._here()} failed: this process was forked from rank {self.rank} and is not a "
+            "rank of the group; the ranks are not affected. Make the call in the parent, "
+            "or create another group in the child with new_group."
         )
 
 
 @dataclass(eq=False)
 class GarbledMemoryError(GroupError):
-    """What a rank has in shared memory is nothing that a rank writes there."""
+    """The shared memory of a rank has invalid contents."""
 
     reporter: int = -1
 
@@ -354,43 +357,44 @@ class GarbledMemoryError(GroupError):
         by = "" if self.reporter in (-1, self.rank) else f" (noticed by rank {self.reporter})"
         return (
             f"{self._here()} failed: the shared memory of {ranks_named(self.ranks)} is garbled"
-            f"{by}: it holds sizes or places that cannot be. The group is over on all ranks. "
+            f"{by}: it has impossible sizes or offsets. The group has ended on all ranks. "
             "Look for code that writes out of bounds, on that rank first, and start again."
             f"{self._explained()}"
         )
 
 
 class MessageMemoryError(GroupError, MemoryError):
-    """This rank has no memory for a message that came before anybody asked for it."""
+    """This rank has no memory for a message that arrived before its ``recv``."""
 
     def __str__(self) -> str:
         return (
-            f"{self._here()} failed: no memory for a message that came before it was asked for. "
-            "The group is over on all ranks; receive messages in the order they are sent in."
+            f"{self._here()} failed: no memory for a message that arrived before its recv. "
+            "The group has ended on all ranks. Receive messages in the order in which they are "
+            "sent."
         )
 
 
 @dataclass(eq=False)
 class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
-    """``Work.wait(timeout)`` gave up; the work itself goes on and can be waited for again."""
+    """``Work.wait(timeout)`` timed out; the work continues and can be waited for again."""
 
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"Wait timeout: not done after {self.seconds:g} s. The collective goes on, and its "
-            "tensors belong to it; wait again, or abort the group."
+            f"Wait timeout: not done after {self.seconds:g} s. The collective continues and still "
+            "uses its tensors; wait again, or abort the group."
         )
 
 
 @dataclass(eq=False)
 class CodecError(PacelineError, TypeError, ValueError):
-    """An object that the codec does not carry, or bytes that are not of its making."""
+    """An object that cannot be sent, or bytes that are not an encoded object."""
 
     what: str
     remedy: str = (
-        "It carries None, numbers, strings, bytes, lists, tuples, dicts, sets and tensors; "
-        "turn the object into those, or use torch.distributed's object collectives, which pickle."
+        "Send None, numbers, strings, bytes, lists, tuples, dicts, sets and tensors; "
+        "convert the object, or use torch.distributed's object collectives, which pickle."
     )
 
     def __str__(self) -> str:
@@ -399,7 +403,7 @@ class CodecError(PacelineError, TypeError, ValueError):
 
 @dataclass(eq=False)
 class RanksFailedError(PacelineError, RuntimeError):
-    """Ranks that paceline.testing started failed; the first to fail comes first."""
+    """Ranks started by paceline.testing failed, in the order of failure."""
 
     failures: Sequence[tuple[int, str]]
     size: int

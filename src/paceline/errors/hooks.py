@@ -10,7 +10,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class HookStateError(PacelineError, ValueError):
-    """A communication hook was given settings or a state that it cannot work with."""
+    """A communication hook was given invalid settings or an invalid state."""
 
     problem: str
     remedy: str = ""
@@ -21,19 +21,19 @@ class HookStateError(PacelineError, ValueError):
 
 @dataclass(eq=False)
 class CodecSettingError(PacelineError, ValueError):
-    """A codec, or a hook that uses one, was given something it cannot work with."""
+    """A codec, or a hook that uses one, has an invalid setting."""
 
     found: str
     expected: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.found}: needs that {self.expected}. {self.remedy}".strip()
+        return f"{self.found}: requires that {self.expected}. {self.remedy}".strip()
 
 
 @dataclass(eq=False)
 class CodecMismatchError(PacelineError, RuntimeError):
-    """Ranks want to encode gradients in different ways."""
+    """Ranks use different codecs for gradients."""
 
     rank: int
     wanted: Sequence[str]  # by each rank
@@ -41,15 +41,15 @@ class CodecMismatchError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.wanted))
         return (
-            f"rank {self.rank}: ranks do not agree on how gradients are encoded ({said}). "
-            "Every rank raises this, and the codec in use stays. Give all ranks the same codec and "
-            "settings, and change them on all ranks at the same step."
+            f"rank {self.rank}: ranks use different codecs for gradients ({said}). "
+            "Every rank raises this, and the current codec stays. Use the same codec and "
+            "settings on all ranks, and change them on all ranks in the same step."
         )
 
 
 @dataclass(eq=False)
 class CodecStateError(PacelineError, RuntimeError, ValueError):
-    """A codec hook cannot do this now, or cannot go on from this state."""
+    """A codec hook cannot do this now, or cannot load this state."""
 
     problem: str
     remedy: str

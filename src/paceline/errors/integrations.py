@@ -1,4 +1,4 @@
-"""Errors of what joins paceline to other libraries."""
+"""Errors of integrations with other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class IntegrationMissingError(PacelineError, ImportError):
-    """A library that paceline can serve is not installed."""
+    """A library that an integration needs is not installed."""
 
     module: str
     library: str

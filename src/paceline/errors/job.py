@@ -10,32 +10,33 @@ from .base import PacelineError, some_of
 
 @dataclass(eq=False)
 class JobArgumentError(PacelineError, ValueError):
-    """An elastic job was given something that it cannot work with."""
+    """An elastic job was given an invalid argument."""
 
     problem: str
 
     def __str__(self) -> str:
         return (
-            f"elastic job: {self.problem}. This rank does not begin; the others go on without it."
+            f"elastic job: {self.problem}. This rank does not start; the others continue without "
+            "it."
         )
 
 
 @dataclass(eq=False)
 class JobStateError(PacelineError, RuntimeError):
-    """This rank's objects, or its loop, do not go together with the job's state."""
+    """The objects or the loop of this rank do not match the state of the job."""
 
     problem: str
 
     def __str__(self) -> str:
         return (
-            f"elastic job: {self.problem}. This rank cannot go on; the others do without it. Run "
-            "the same program, with the same arguments, on every rank and after every restart."
+            f"elastic job: {self.problem}. This rank cannot continue; the others do without it. "
+            "Run the same program with the same arguments on every rank and after every restart."
         )
 
 
 @dataclass(eq=False)
 class StartMismatchError(PacelineError, RuntimeError):
-    """The ranks of a job were made differently, and would not train one model on the same data."""
+    """The ranks of a job have different models, data or arguments."""
 
     rank: int
     what: str
@@ -46,13 +47,13 @@ class StartMismatchError(PacelineError, RuntimeError):
         return (
             f"rank {self.rank}: {self.what} differs between ranks when the job begins: "
             f"{some_of(found, '; ')}. Nothing was trained, and every rank raises this. Run the "
-            "same program, with the same arguments and the same data, on every rank."
+            "same program with the same arguments and the same data on every rank."
         )
 
 
 @dataclass(eq=False)
 class StateCopyError(PacelineError, RuntimeError):
-    """A state arrived on a rank with other bits than it was sent with; all ranks raise it."""
+    """A state arrived on a rank with wrong bits; all ranks raise it."""
 
     rank: int
     tensors: Sequence[str]  # that are wrong on this rank
@@ -60,15 +61,15 @@ class StateCopyError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         what = f"wrong here: {some_of(self.tensors)}" if self.tensors else "wrong on another rank"
         return (
-            f"rank {self.rank}: a state that was copied between ranks is not what was sent "
-            f"({what}). Nobody uses it, and it is sent again. If that happens more than once, look "
-            "for faulty memory."
+            f"rank {self.rank}: a state that was copied between ranks arrived with wrong bits "
+            f"({what}). No rank uses it, and it is sent again. If this happens more than once, "
+            "check the memory of the hosts."
         )
 
 
 @dataclass(eq=False)
 class ReplicasDifferError(PacelineError, RuntimeError):
-    """The ranks' states differ, and no majority has the same one."""
+    """The states of the ranks differ, and there is no majority."""
 
     rank: int
     steps: int
@@ -80,14 +81,14 @@ class ReplicasDifferError(PacelineError, RuntimeError):
         )
         return (
             f"rank {self.rank}: after {self.steps} steps the ranks have different states ({shown}) "
-            "and nobody can say which is right: a bit was flipped in memory, or a rank changed its "
-            "weights alone. Every rank raises this. Start again: it goes on from its last save."
+            "without a majority: a bit was flipped in memory, or a rank changed its weights alone. "
+            "Every rank raises this. Start the job again: it resumes from its last save."
         )
 
 
 @dataclass(eq=False)
 class DamagedSaveError(PacelineError, RuntimeError):
-    """There are saves of a job, and none of them is whole."""
+    """A job has saves, but all of them are damaged."""
 
     folder: str
     wrong: Mapping[str, str]  # by name
@@ -95,7 +96,7 @@ class DamagedSaveError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         found = [f"{name}: {what}" for name, what in self.wrong.items()]
         return (
-            f"none of the saves in {self.folder} is whole ({some_of(found, '; ')}). Nothing was "
-            "begun, so that none is overwritten. Bring one back from a copy, or remove them to "
-            "begin from the first step."
+            f"all saves in {self.folder} are damaged ({some_of(found, '; ')}). The job did not "
+            "start, so that none is overwritten. Restore one from a backup, or remove them to "
+            "start from the first step."
         )

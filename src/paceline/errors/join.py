@@ -11,7 +11,7 @@ from .groups import PeerDiedError, PeerLeftError
 
 @dataclass(eq=False)
 class JoinArgumentError(PacelineError, ValueError):
-    """A Join context was made of things that do not go together."""
+    """A Join context was given joinables that cannot be combined."""
 
     what: str
     remedy: str
@@ -22,14 +22,14 @@ class JoinArgumentError(PacelineError, ValueError):
 
 @dataclass(eq=False)
 class NotJoinableError(PacelineError, TypeError, AssertionError):
-    """An object told the Join context of a step without having called Joinable's constructor."""
+    """A Joinable notified its Join context without having called Joinable's constructor."""
 
     kind: str
 
     def __str__(self) -> str:
         return (
-            f"Check that the {self.kind} constructor calls the ``Joinable`` constructor: "
-            "the object does not know which Join context it is in. Nothing was sent."
+            f"Check that the {self.kind} constructor calls the ``Joinable`` constructor. "
+            "Nothing was sent."
         )
 
 
@@ -43,13 +43,13 @@ class NestedJoinError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: this Join context is inside another one with the same "
-            f"{self.shared}. A rank that runs out in the outer one could not stand in for what the "
-            "others do in the inner one. Give all joinables to one Join, or end the outer one."
+            f"{self.shared}. A rank that runs out of inputs in the outer one could not take part "
+            "in the inner one. Pass all joinables to one Join, or end the outer one first."
         )
 
 
 class EarlyTerminationError(PacelineError, RuntimeError):
-    """A rank ran out of inputs, and the Join context was told to raise everywhere then."""
+    """A rank ran out of inputs, with ``throw_on_early_termination=True``."""
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class InputsExhaustedError(EarlyTerminationError):
 
     def __str__(self) -> str:
         return (
-            f"Rank {self.rank} exhausted all inputs. The ranks that have more raise as well, "
-            "since throw_on_early_termination=True."
+            f"Rank {self.rank} exhausted all inputs. The other ranks raise too, "
+            "because throw_on_early_termination=True."
         )
 
 
@@ -76,8 +76,8 @@ class PeerExhaustedError(EarlyTerminationError):
     def __str__(self) -> str:
         return (
             "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
-            f"Rank {self.rank} was about to begin step {self.step}; it would go on without "
-            "throw_on_early_termination=True."
+            f"Rank {self.rank} was about to begin step {self.step}; without "
+            "throw_on_early_termination=True it would continue."
         )
 
 
@@ -96,13 +96,13 @@ class PeerFailedError(PacelineError, RuntimeError):
         return (
             f"rank {self.rank}: rank {self.peers[0]} failed inside the Join context"
             f"{_at(self.step)}{others}: {self.message}. This rank has left the context too, with "
-            "the step unfinished; that rank's own traceback says more."
+            "the step unfinished. See the traceback of that rank."
         )
 
 
 @dataclass(eq=False)
 class PeerDiedUnjoinedError(PeerDiedError):
-    """A rank's process is gone, and it had not joined."""
+    """The process of a rank died before it had joined."""
 
     step: int = 0
 
@@ -112,7 +112,7 @@ class PeerDiedUnjoinedError(PeerDiedError):
 
 @dataclass(eq=False)
 class PeerLeftUnjoinedError(PeerLeftError):
-    """A rank left the group, and it had not joined."""
+    """A rank left the group before it had joined."""
 
     step: int = 0
 
@@ -121,7 +121,7 @@ class PeerLeftUnjoinedError(PeerLeftError):
 
 
 def _at(step: int) -> str:
-    """Tell the step, counted from one; joinables of torch's count none."""
+    """Return the step in words, counted from one; torch's joinables do not count steps."""
     return f" in step {step}" if step else ""
 
 

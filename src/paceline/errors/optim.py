@@ -9,7 +9,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class AveragingArgumentError(PacelineError, ValueError):
-    """An averager, LocalSGD or DiLoCo was given something it cannot work with."""
+    """An averager, LocalSGD or DiLoCo was given an invalid argument."""
 
     problem: str
     remedy: str = ""
@@ -19,7 +19,7 @@ class AveragingArgumentError(PacelineError, ValueError):
 
 
 class AveragingTypeError(AveragingArgumentError, TypeError):
-    """An averager, LocalSGD or DiLoCo was given something of a wrong type."""
+    """An averager, LocalSGD or DiLoCo was given an object of the wrong type."""
 
 
 class UnsupportedParametersError(AveragingArgumentError, NotImplementedError):
@@ -28,7 +28,7 @@ class UnsupportedParametersError(AveragingArgumentError, NotImplementedError):
 
 @dataclass(eq=False)
 class RoundsMismatchError(PacelineError, RuntimeError):
-    """Ranks made a LocalSGD or DiLoCo that do not go together."""
+    """Ranks created a LocalSGD or DiLoCo with different models or arguments."""
 
     rank: int
     peer: int
@@ -39,14 +39,14 @@ class RoundsMismatchError(PacelineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: {self.fact} is {self.own} here and {self.others} on rank "
-            f"{self.peer}. The ranks would exchange different things at different steps, so every "
-            "rank refuses. Make it with the same model and the same arguments on all of them."
+            f"{self.peer}. The ranks would synchronize different things in different steps, so "
+            "every rank raises this. Use the same model and the same arguments on all ranks."
         )
 
 
 @dataclass(eq=False)
 class RoundsStateError(PacelineError, ValueError):
-    """A state dict that this LocalSGD or DiLoCo cannot go on from."""
+    """A LocalSGD or DiLoCo cannot load this state dict."""
 
     problem: str
     remedy: str
@@ -57,7 +57,7 @@ class RoundsStateError(PacelineError, ValueError):
 
 @dataclass(eq=False)
 class OptimizerArgumentError(PacelineError, ValueError):
-    """A sharded optimizer, or what goes with it, was given something it cannot work with."""
+    """A sharded optimizer, or a function for one, was given an invalid argument."""
 
     problem: str
     remedy: str = ""
@@ -67,8 +67,8 @@ class OptimizerArgumentError(PacelineError, ValueError):
 
 
 class OptimizerTypeError(OptimizerArgumentError, TypeError):
-    """A sharded optimizer was given an object of a wrong type."""
+    """A sharded optimizer was given an object of the wrong type."""
 
 
 class OptimizerStateError(OptimizerArgumentError, RuntimeError):
-    """A sharded optimizer was asked for something it cannot do now."""
+    """A sharded optimizer cannot do this now."""

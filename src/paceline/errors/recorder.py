@@ -9,7 +9,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class RecorderArgumentError(PacelineError, ValueError):
-    """The recorder was given a setting it cannot take; nothing changed."""
+    """The recorder was given an invalid setting; nothing was changed."""
 
     argument: str
     expected: str

@@ -35,7 +35,7 @@ class DamagedLogError(PacelineError, ValueError):
 
 @dataclass(eq=False)
 class LogVersionError(PacelineError, ValueError):
-    """A rank's log was written in a form that this version does not read."""
+    """The log of a rank has a format that this version cannot read."""
 
     path: str
     found: int
@@ -44,7 +44,7 @@ class LogVersionError(PacelineError, ValueError):
     def __str__(self) -> str:
         age = "newer" if self.found > self.known else "older"
         return (
-            f"{self.path} is in version {self.found} of the log's form, and this paceline reads "
-            f"version {self.known}. Report on it with the {age} paceline that recorded it, or "
+            f"{self.path} has version {self.found} of the log format, but this paceline reads "
+            f"version {self.known}. Use the {age} paceline that recorded it, or "
             "record the run again."
         )

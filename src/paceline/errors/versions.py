@@ -1,4 +1,4 @@
-"""Errors of a torch that paceline cannot work with."""
+"""Errors of unsupported versions of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import PacelineError
 
 @dataclass(eq=False)
 class UnsupportedTorchError(PacelineError, ImportError):
-    """torch is too old, or so new that paceline does not import."""
+    """torch is too old, or so new that paceline cannot be imported."""
 
     found: str
     oldest: str
@@ -23,7 +23,7 @@ class UnsupportedTorchError(PacelineError, ImportError):
         tested = f"paceline works with torch {self.oldest} and newer, tested up to {self.newest}"
         if self.cause:
             return (
-                f"{tested}, and does not import with torch {self.found}: {self.cause}. "
+                f"{tested}, and cannot be imported with torch {self.found}: {self.cause}. "
                 f"Install a newer paceline, or torch {self.newest}."
             )
         return f"{tested}; this is torch {self.found}. Install one of these: pip install -U torch."
