@@ -100,6 +100,7 @@ bench-peers: $(READY) ## install the peers in .venv-peers and measure all of the
 
 chaos: $(READY) ## kill and stop ranks while they train, and compare the weights; FAULTS= and ENGINES= choose
 	$(BIN)/python benchmarks/chaos.py $(if $(ENGINES),--engines $(ENGINES)) $(if $(FAULTS),--faults $(FAULTS))
+	$(if $(FAULTS)$(ENGINES),,$(BIN)/python benchmarks/chaos_hosts.py)
 
 bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/collectives.py

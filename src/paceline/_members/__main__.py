@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
         options.first,
         too_few=options.too_few,
         return_within=options.return_within,
+        hosts=options.hosts,
         unseen=options.unseen,
     )
     try:
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--too-few", type=float, default=600.0, help="seconds to wait for more")
     parser.add_argument("--heartbeat", type=float, default=60.0, help="seconds of silence allowed")
     parser.add_argument("--return-within", type=float, default=10.0, help="…after a keeper's loss")
+    parser.add_argument("--hosts", type=int, default=0, help="at a time; 0: any number")
     parser.add_argument("--unseen", type=float, default=0.0, help="seconds that hosts live unseen")
     parser.add_argument("--store", default="", help="etcd, where the right to decide comes from")
     parser.add_argument("--term", default="", help="…and that right, as the agent got it")

@@ -88,4 +88,10 @@ class Over(msgspec.Struct, frozen=True, tag=True):
     failed: bool
 
 
-KeeperWord = Enlisted | Formed | Fence | Over | Alive
+class HostWaits(msgspec.Struct, frozen=True, tag=True):
+    """The job has as many hosts as it may; numbers come once one of them is gone."""
+
+    most: int
+
+
+KeeperWord = Enlisted | Formed | Fence | Over | HostWaits | Alive

@@ -55,6 +55,7 @@ class Rules(msgspec.Struct, frozen=True):
     return_within: float = 10.0  # until members are back after the keeper was replaced
     reconnect_within: float = 2.0  # …or after their connection closed
     fence_within: float = 5.0  # until an agent has ended a silent member
+    hosts: int = 0  # at a time; 0: any number
     unseen: float = 0.0  # that members may train on by themselves, with nobody who reaches them
     failures: int = 3  # of the same step that end the job
     troubles: int = 5  # rosters that one member could not use, which end it
@@ -102,6 +103,7 @@ class Council:
         self._held_since = inf  # a decision, for want of members
         self._held_until = inf
         self._remember_until = now + rules.return_within if last_roster else inf
+        self._complete_at = now + rules.return_within if last_roster else now
         self._unseen_until = -inf  # members of the current roster, which may train on
         self._wanted: dict[str, int] = {}  # members, by the agents of each host
         self._no_more: dict[str, str] = {}  # why agents of a host start no more
@@ -148,6 +150,21 @@ class Council:
                 self.lose(member, "its agent does not have it any more", now)
         self._announce_newcomers()
         self._decide(now)
+
+    def hosts(self) -> set[str]:
+        """Hosts whose agents have members that live, as far as is known."""
+        found = {living.host or living.process.host for living in self.living.values()}
+        return found - {""}
+
+    def forget_hosts(self, but: set[str]) -> None:
+        """Want no members of hosts that are gone."""
+        for host in self._wanted.keys() - but:
+            del self._wanted[host]
+            self._no_more.pop(host, None)
+
+    def is_complete(self, now: float) -> bool:
+        """Whether everybody has had the time to come back after the keeper was replaced."""
+        return now >= self._complete_at
 
     def enlist(self, host: str) -> int:
         """Give the number of a process that the agent of a host is about to start."""

@@ -22,6 +22,7 @@ from .agents import (
     Enlist,
     Enlisted,
     Gone,
+    HostWaits,
     KeeperWord,
     NoMore,
 )
@@ -73,6 +74,8 @@ class KeeperLine:
     member: int | None = None
     is_own: bool = False  # the process that connected is the member's
     agent: str | None = None  # its host
+    hello: AgentHello | None = None  # of an agent whose host waits until another is gone
+    enlists: int = 0  # numbers that it has asked for since
     waiting: set[int] = field(default_factory=set)  # questions without an answer
 
     @property
@@ -156,6 +159,7 @@ class Service:
             if now - at >= self._silent_after:
                 self.council.silent(member, f"it was not heard of for {now - at:.0f} s", now)
         self.council.time(now)
+        self._admit_hosts(now)
         self._settle()
 
     def next_time(self) -> float:
@@ -253,7 +257,9 @@ class Service:
         match word:
             case AgentHello():
                 who.agent = word.host
-                self.council.agent(word, now)
+                self._greet(line, who, word, now)
+            case Enlist() if who.hello is not None:
+                who.enlists += 1
             case Enlist():
                 self._out.append((line, Enlisted(self.council.enlist(who.agent or ""))))
             case Gone():
@@ -264,6 +270,36 @@ class Service:
                 self.council.dismiss(word.member, word.why, now)
             case EndJob():
                 self.council.end(word.why)
+
+    def _greet(self, line: int, who: KeeperLine, hello: AgentHello, now: float) -> None:
+        """Take an agent's host in, or have it wait if there are as many as there may be."""
+        most = self.council.rules.hosts
+        if not most or hello.members or self._has_room(hello.host, now):
+            self.council.agent(hello, now)
+            return
+        who.hello = hello
+        self._out.append((line, HostWaits(most)))
+
+    def _hosts(self) -> set[str]:
+        agents = {one.agent for one in self.lines.values() if one.agent and one.hello is None}
+        return agents | self.council.hosts()
+
+    def _has_room(self, host: str, now: float) -> bool:
+        if host in self.council.hosts():
+            return True
+        others = self._hosts() - {host}
+        return len(others) < self.council.rules.hosts and self.council.is_complete(now)
+
+    def _admit_hosts(self, now: float) -> None:
+        """Take in hosts that wait, while there is room, those that came first before others."""
+        for line, who in list(self.lines.items()):
+            if who.hello is None or not self._has_room(who.hello.host, now):
+                continue
+            hello, who.hello = who.hello, None
+            self.council.forget_hosts(self._hosts())
+            self.council.agent(hello, now)
+            for _ in range(who.enlists):
+                self._out.append((line, Enlisted(self.council.enlist(hello.host))))
 
     # What follows from it.
 

@@ -8,8 +8,10 @@ import pytest
 
 from paceline.cli.machine import _cgroup_quota, allow_open_files, threads_per_rank
 from paceline.cli.run import plan, schedulers
+from paceline.cli.run.elastic import Elastic
 from paceline.cli.run.plan import Asked, Become, Launch, make_plan, port_of
 from paceline.cli.run.schedulers import expand_counts, expand_hosts, find_task
+from paceline.cli.run.start import check_store
 from paceline.errors import LaunchCountError, LaunchError
 
 
@@ -95,6 +97,35 @@ def test_several_machines_need_a_place_to_meet() -> None:
     plan = make_plan(Asked("2", "2", 1, "head", 2000, key="job.key"), {}, CORES)
     assert isinstance(plan, Launch)
     assert (plan.address, plan.port, plan.node_rank) == ("head", 2000, 1)
+
+
+def test_machines_with_a_store_need_no_other_place_to_meet() -> None:
+    asked = Asked("1", "2:4", key="k", store="etcd://s:1", listen="10.0.0.1", rdzv_id="x")
+    found = make_plan(asked, {}, CORES)
+    assert found == Launch(1, 2, 4, None, "10.0.0.1", 0, "x", key="k", store="etcd://s:1")
+    task = srun(1, 2, 2, "1(x2)")
+    scheduled = make_plan(Asked("1", key="k", store="etcd://s:1"), task, CORES)
+    assert isinstance(scheduled, Launch)
+    assert (scheduled.store, scheduled.address, scheduled.port) == ("etcd://s:1", "", 0)
+
+
+@pytest.mark.parametrize("listen", [":1", "a:b", "a:99999", "a:"])
+def test_an_address_of_this_machine_that_cannot_be_is_refused(listen: str) -> None:
+    with pytest.raises(LaunchError):
+        make_plan(Asked("1", "2", key="k", store="etcd://s", listen=listen), {}, CORES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "elastic", "why"),
+    [
+        (Asked(store="etcd://s"), None, "--elastic"),
+        (Asked(listen="a:1"), Elastic(), "--listen goes with --store"),
+        (Asked(store="file:///x"), Elastic(), "etcd://"),
+    ],
+)
+def test_a_store_that_nobody_would_ask_is_refused(asked, elastic, why) -> None:
+    with pytest.raises(LaunchError, match=why):
+        check_store(asked, elastic)
 
 
 def test_several_machines_need_a_key_or_the_word_that_they_do_without() -> None:

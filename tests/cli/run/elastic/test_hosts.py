@@ -119,12 +119,27 @@ def test_a_host_that_is_cut_off_ends_and_the_other_goes_on(hosts, tmp_path) -> N
     assert len(weights(alone)) == 1
 
 
+# The first host goes on slowly until the other's member is about to come, and in.
+WAITS = """        if number > 5 and group.size() == 1:
+            while not os.path.exists(f"{os.path.dirname(os.path.abspath(__file__))}/comes"):
+                time.sleep(0.05)
+            time.sleep(0.3)
+        time.sleep(0.05)
+"""
+COMES = """
+if os.uname().nodename == "b":
+    open(f"{os.path.dirname(os.path.abspath(__file__))}/comes", "x").close()
+with paceline.elastic.job("""
+
+
 def test_a_host_that_comes_later_joins(hosts, tmp_path) -> None:
+    script = TRAIN.replace("480", "1600").replace("        time.sleep(0.05)\n", WAITS)
+    (tmp_path / "train.py").write_text(script.replace("\nwith paceline.elastic.job(", COMES))
     with agent(hosts[0], "a", tmp_path, "--nnodes", "1:2") as first:
         said = read_until(first, "fifth step")
         with agent(hosts[1], "b", tmp_path, "--nnodes", "1:2") as second:
             late = second.communicate(timeout=DEADLINE)[0]
         said += first.communicate(timeout=DEADLINE)[0]
     assert (first.returncode, second.returncode) == (0, 0), said + late
-    assert "fifth step" in said
-    assert len(weights(said) | weights(late)) <= 2
+    assert "train on, with 1 new" in said
+    assert len(weights(said) | weights(late)) == 1, said + late

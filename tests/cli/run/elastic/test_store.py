@@ -110,3 +110,43 @@ def test_a_first_host_that_is_cut_off_ends_and_the_other_goes_on(job, undisturbe
     assert first.returncode == 2, alone
     assert "the store was not reached" in alone
     assert not weights(alone)
+
+
+def test_of_two_halves_that_both_reach_the_store_the_one_with_the_keeper_goes_on(
+    job, undisturbed
+) -> None:
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        said = read_until(first, "this host keeps the roster (term 1)")
+        with job.agent(job.hosts[1], "--nnodes", "1:2") as second:
+            other = read_until(second, "fifth step")
+            job.star.part(*job.hosts)
+            other += second.communicate(timeout=DEADLINE)[0]
+            said += first.communicate(timeout=DEADLINE)[0]
+    assert first.returncode == 0, said
+    assert weights(said) == undisturbed
+    assert second.returncode == 2, other
+    assert "the process that keeps the roster has not answered" in other
+    assert not weights(other)
+
+
+def test_a_half_that_comes_back_finds_the_new_keeper(job, undisturbed) -> None:
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        before = read_until(first, "this host keeps the roster (term 1)")
+        with job.agent(job.hosts[1], "--nnodes", "1:2") as second:
+            said = read_until(second, "fifth step")
+            job.star.cut(job.hosts[0])
+            said += read_until(second, "this host keeps the roster (term 2)")
+            job.star.heal(job.hosts[0])
+            said += second.communicate(timeout=DEADLINE)[0]
+            before += first.communicate(timeout=DEADLINE)[0]
+    assert (first.returncode, second.returncode) == (0, 0), before + said
+    assert "b keeps the roster (term 2)" in before
+    assert weights(before + said) == undisturbed
+
+
+def test_a_host_that_does_not_reach_the_store_is_not_started(job) -> None:
+    job.star.cut(job.star.hosts[-1])
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        said = first.communicate(timeout=DEADLINE)[0]
+    assert first.returncode == 2, said
+    assert "the store was not reached" in said

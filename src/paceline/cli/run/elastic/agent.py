@@ -24,6 +24,7 @@ from ...._members import (
     Fence,
     Formed,
     Gone,
+    HostWaits,
     KeeperWord,
     NoMore,
     Over,
@@ -180,6 +181,11 @@ class ElasticAgent:
         elif isinstance(word, Fence):
             if word.member in self.processes:
                 self._fence(self.processes[word.member], word.why)
+        elif isinstance(word, HostWaits):
+            hosts = "one host is" if word.most == 1 else f"{word.most} hosts are"
+            say.note(
+                f"{hosts} in the job, MAX of --nnodes; this one waits to take a lost one's place"
+            )
         elif isinstance(word, Over):
             self._note_over(word, now)
 

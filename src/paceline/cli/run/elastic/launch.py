@@ -102,7 +102,8 @@ def _keeper(plan: Launch, elastic: Elastic, path: str) -> list[str]:
     here = str(Path(path).with_name("keeper")) if plan.store else path
     lease = lease_seconds(elastic.heartbeat)
     back, unseen = min(10.0, max(3.0, lease)), max(elastic.heartbeat, _MEMBER_ENDS) + 3 * lease
-    more = ["--return-within", f"{back:g}", "--unseen", f"{unseen:g}"]
+    more = ["--hosts", str(plan.max_nodes), "--unseen", f"{unseen:g}"]
+    more += ["--return-within", f"{back:g}"]
     return [*keeper_command(here, first, least, elastic.heartbeat), *more]
 
 
