@@ -41,8 +41,9 @@ def libraries(tmp_path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path, libraries):
+def start(tmp_path, libraries, monkeypatch):
     """Start a template of members that run a script; returns when it has come as far as it can."""
+    monkeypatch.setattr(template, "_ANSWER", 60.0)
     adopts, begun = Strays(), []
 
     def begin(body: str) -> Template:
@@ -124,6 +125,17 @@ def test_a_template_that_does_not_answer_starts_nobody(start, tmp_path, monkeypa
         os.close(writes)
         assert pipe.read() == ""  # nobody is left that could write
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_template_that_is_stopped_is_replaced(start) -> None:
+    found = start(MEMBER)
+    stopped = found._process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+    wait_for(found)
+    assert stopped.poll() is not None
+    assert forked(found, 3) == (f"3 {os.getpid()} ['argument']\n", 0)
 
 
 def test_nothing_is_forked_from_a_process_that_uses_a_gpu(start, libraries, capsys) -> None:

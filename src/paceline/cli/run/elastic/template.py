@@ -20,10 +20,11 @@ from pathlib import Path
 
 from ... import say
 from ..sessions import kill_session
+from .process import is_stopped
 from .template_process import GO, LONGEST, READY
 
 _WITHIN = 60.0  # seconds that imports may take
-_ANSWER = 5.0  # seconds that a fork may take
+_ANSWER = 10.0  # seconds that a fork may take, while the launcher does nothing else
 _TIMES = 3  # that it is started, until that is given up
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
@@ -61,7 +62,10 @@ class Template:
         self._door: socket.socket | None = None
 
     def prepare(self, now: float) -> bool:
-        """Whether a member may be started now, be it in another way; starts what is missing."""
+        """Whether a member may be started now, be it in another way; starts what is missing.
+
+        One that was stopped is of no use, and replaced.
+        """
         if self.phase is TemplatePhase.READY and self._has_ended():
             self._drop()
         if self.phase is TemplatePhase.ABSENT:
@@ -135,7 +139,8 @@ class Template:
             self.phase = TemplatePhase.GIVEN_UP
 
     def _has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        process = self._process
+        return process is None or process.poll() is not None or is_stopped(process.pid)
 
     def _drop(self) -> None:
         if self._door is not None:
