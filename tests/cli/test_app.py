@@ -33,7 +33,7 @@ def test_a_commands_help_has_its_options_and_no_broken_lines(capsys) -> None:
     shown = paceline(capsys, "run", "--help", COLUMNS="200", TERM="dumb")
     assert shown.code == 0
     assert "--drop-in" in shown.out
-    assert "so scripts for torchrun run unchanged; torchrun's spellings" in shown.out
+    assert "so scripts for torchrun run unchanged, and accepts torchrun's names" in shown.out
     assert "--standalone" not in shown.out
 
 

@@ -24,9 +24,9 @@ STDOUT = 1
 # What `paceline --help` says of each; the file or folder of that name has a function of that name.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "run": "Start a script on several ranks, on one machine or many.",
+        "run": "Run a script on several ranks, on one or more hosts.",
         "demo": "Train a small model on all cores and watch it.",
-        "doctor": "Say what is here, what will be picked, and what to change.",
+        "doctor": "Show what this machine has, which backend will be picked, and what to change.",
         "report": "Turn a recorded run into one HTML page.",
         "bench": "Measure paceline against torch on this machine.",
     }

@@ -59,11 +59,11 @@ class Ran:
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which to run, or 'all'; none: list them.")
+        list[str] | None, typer.Argument(help="Benchmarks to run, or 'all'; none: list them.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A rough picture, in less time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, in less time.")] = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Keep what they print, in benchmarks/results/.")
+        bool, typer.Option("--save", help="Save their output in benchmarks/results/.")
     ] = False,
 ) -> None:
     """List the project's benchmarks, or run some of them.

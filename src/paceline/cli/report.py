@@ -13,10 +13,10 @@ from . import say
 
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of the run: where the ranks' logs lie.")
+        Path, typer.Argument(metavar="RUN", help="The folder with the logs of the ranks.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page's file, or a folder for it. Default: RUN itself.")
+        Path | None, typer.Option(help="The file or folder to write to. Default: RUN.")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:

@@ -56,9 +56,9 @@ class Backend(str, Enum):
 def demo(
     model: Annotated[Model, typer.Option(help="What to train.")] = Model.gpt,
     nproc: Annotated[
-        str, typer.Option(help="Ranks to start; auto: one for each core.", metavar="N|auto")
+        str, typer.Option(help="Number of ranks; auto: one per core.", metavar="N|auto")
     ] = "auto",
-    backend: Annotated[Backend, typer.Option(help="What the ranks talk over.")] = Backend.auto,
+    backend: Annotated[Backend, typer.Option(help="The backend of the ranks.")] = Backend.auto,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to train; by default what the model needs.")
     ] = None,
@@ -75,9 +75,9 @@ def demo(
 ) -> None:
     """Train a small model on all cores and watch it; about a minute.
 
-    A GPT over characters learns the source of Python's standard library, or a convolutional net
-    reads digits. At the end it shows what the model can do, how the step compares with torch's
-    DistributedDataParallel over gloo, and where the report of the run is.
+    A character-level GPT trains on the source of Python's standard library, or a convolutional net
+    on digits. At the end it shows a sample, compares a step with torch's DistributedDataParallel
+    over gloo, and says where the report of the run is.
     """
     ranks = _count(nproc)
     if chaos:

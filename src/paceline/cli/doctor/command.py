@@ -24,12 +24,12 @@ WIDTH = 12  # of the names on the left
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-    test: Annotated[bool, typer.Option(help="Let two processes talk to each other.")] = True,
+    test: Annotated[bool, typer.Option(help="Run an all-reduce on two processes.")] = True,
 ) -> None:
-    """Say what is here, what will be picked and why, and what to change.
+    """Show what this machine has, which backend will be picked and why, and what to change.
 
-    Two processes then try an all-reduce over what was picked and over gloo. Ends with 1 if that
-    does not work.
+    Then two processes run an all-reduce over that backend and over gloo. The exit code is 1 if it
+    fails.
     """
     from .advice import advise, pick
     from .facts import gather

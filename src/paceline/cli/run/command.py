@@ -1,7 +1,7 @@
-"""``paceline run``: its options. What comes of them is in ``start.py``.
+"""The options of ``paceline run``; ``start.py`` carries them out.
 
-``--standalone`` and ``--rdzv-backend`` are torchrun's and need not be given: one machine always
-stands alone, and several meet in the way that their number allows.
+``--standalone`` and ``--rdzv-backend`` are accepted for torchrun's sake and have no effect: one
+host is always standalone, and how several hosts meet follows from the other options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .. import say
 
 
 def _option(panel: str, value: str, text: str) -> Any:
-    """An option that takes a value; ``--help`` lists it in its panel."""
+    """Return an option that takes a value; ``--help`` lists it in its panel."""
     return typer.Option(help=text, metavar=value, rich_help_panel=panel)
 
 
@@ -22,114 +22,118 @@ def _flag(panel: str, name: str, text: str) -> Any:
     return typer.Option(name, help=text, rich_help_panel=panel)
 
 
-_HERE = "Ranks on this machine"
+_HERE = "Ranks on this host"
 _NPROC = _option(
-    _HERE, "N|auto", "How many; auto (the default): one for each GPU, or else for each core."
+    _HERE, "N|auto", "Number of ranks; auto (the default): one per GPU, or per core without GPUs."
 )
 _RANKS_PER_GPU = _option(
-    _HERE, "N", "So many ranks share each GPU; each sees its own GPU only, as number 0."
+    _HERE, "N", "Number of ranks that share each GPU; each rank sees only its GPU, as number 0."
 )
-_THREADS = _option(_HERE, "N", "OMP_NUM_THREADS of each rank; by default the cores are shared out.")
+_THREADS = _option(
+    _HERE, "N", "OMP_NUM_THREADS of each rank; by default the ranks divide the cores."
+)
 _SHOW = _option(_HERE, "RANKS", "Show the stdout of these ranks only, as in 0 or 0,3.")
 _MAX_RESTARTS = _option(
     _HERE,
     "N",
-    "Start all ranks again after a failure, so often; of an elastic job, start so many members in "
-    "place of those lost (by default as many as it takes).",
+    "Restart all ranks after a failure, at most N times; in an elastic job, start at most N "
+    "replacements (by default as many as needed).",
 )
 _GRACE = _option(
     _HERE,
     "SECONDS",
-    "How long ranks may take to end, such as to save, once they are told to or their script has "
-    "failed; who needs longer is killed.",
+    "How long ranks may take to end, for instance to save a checkpoint, after a signal or a "
+    "failure; then they are killed.",
 )
 
 _PATIENCE = _option(
     _HERE,
     "SECONDS",
-    "How long ranks have after another's failure to end, or to recover from it "
-    "(Group.reconfigure); who does, goes on.",
+    "How long ranks have after the failure of another rank to end or to recover "
+    "(Group.reconfigure).",
 )
 
-_ELASTIC = "Ranks that may be lost"
+_ELASTIC = "Elastic jobs"
 _IS_ELASTIC = _flag(
     _ELASTIC,
     "--elastic",
-    "The others go on without a rank that is lost, and another is started (paceline.elastic).",
+    "Continue when a rank is lost, and start a replacement (see paceline.elastic).",
 )
 _SPARES = _option(
     _ELASTIC,
     "N",
-    "Start so many more, which wait to take the place of one lost; implies --elastic.",
+    "Start N more processes that wait to replace a lost one; implies --elastic.",
 )
-_MIN_RANKS = _option(_ELASTIC, "N", "Fewer than these wait for others instead of going on.")
-_STOPPED_AFTER = _option(_ELASTIC, "SECONDS", "Who is stopped (SIGSTOP) for so long is lost.")
+_MIN_RANKS = _option(_ELASTIC, "N", "With fewer ranks, wait for others instead of continuing.")
+_STOPPED_AFTER = _option(
+    _ELASTIC, "SECONDS", "A rank that is stopped (SIGSTOP) for this long is lost."
+)
 _COLD = _flag(
     _ELASTIC,
     "--cold",
-    "Start a process that takes the place of another anew; by default it is forked from one that "
-    "has torch imported, which is quicker.",
+    "Start replacements as new processes; by default they are forked from a process that has "
+    "already imported torch, which is faster.",
 )
-_HEARTBEAT = _option(_ELASTIC, "SECONDS", "Who is not heard of for so long is lost.")
+_HEARTBEAT = _option(_ELASTIC, "SECONDS", "A rank that sends nothing for this long is lost.")
 
 _SCRIPT = "How the script runs"
-_MODULE = _flag(_SCRIPT, "-m", "SCRIPT is a module's name.")
+_MODULE = _flag(_SCRIPT, "-m", "SCRIPT is the name of a module.")
 _DROP_IN = _flag(
     _SCRIPT,
     "--drop-in",
-    "torch's DDP, Join, hooks and optimizers mean paceline's (paceline.install()), and gloo means "
-    "the quickest engine here.",
+    "Replace torch's DDP, Join, hooks and optimizers with paceline's (paceline.install()), and "
+    "gloo with the fastest engine.",
 )
 _KEEP_BACKEND = _flag(_SCRIPT, "--keep-backend", 'init_process_group("gloo") stays torch\'s gloo.')
 _BACKEND = _option(
     _SCRIPT,
     "NAME",
-    'What init_process_group("gloo" or "paceline") and new_group("auto") open: gloo, hybrid, nccl '
-    "or shm.",
+    'The engine that init_process_group("gloo" or "paceline") and new_group("auto") open: gloo, '
+    "hybrid, nccl or shm.",
 )
-_RECORD = _option(
-    _SCRIPT, "DIR", "Keep the recorder's log of each rank there, for paceline report."
-)
+_RECORD = _option(_SCRIPT, "DIR", "Save the log of each rank there, for paceline report.")
 
 _METRICS = _option(
-    _SCRIPT, "PORT", "Serve the numbers of all ranks of this machine to Prometheus; or HOST:PORT."
+    _SCRIPT, "PORT", "Serve metrics of all ranks of this host to Prometheus; or HOST:PORT."
 )
 
-_MACHINES = "Several machines"
-_NNODES = _option(_MACHINES, "N", "How many machines; MIN:MAX where they may come and go.")
-_NODE_RANK = _option(_MACHINES, "N", "This machine's number, from 0; by default as they come.")
-_RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "Where they meet: an address of one of them.")
+_MACHINES = "Several hosts"
+_NNODES = _option(_MACHINES, "N", "Number of hosts; MIN:MAX if hosts may come and go.")
+_NODE_RANK = _option(
+    _MACHINES, "N", "Number of this host, from 0; by default in the order in which they connect."
+)
+_RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "The address of one of the hosts.")
 _MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
-_MASTER_PORT = _option(_MACHINES, "PORT", "By default one that is free.")
-_RDZV_ID = _option(_MACHINES, "ID", "The run's name, for MIN:MAX.")
+_MASTER_PORT = _option(_MACHINES, "PORT", "By default a free port.")
+_RDZV_ID = _option(_MACHINES, "ID", "The name of the run, for MIN:MAX.")
 _KEY = _option(
     _MACHINES,
     "FILE",
-    "What machines know each other by: a copy of the same file on each (--new-key makes it). none: "
-    "whoever reaches the port can join, as with torchrun.",
+    "The key file of the job, a copy on each host (see --new-key). none: "
+    "anyone who can reach the port can join, as with torchrun.",
 )
 _STORE = _option(
     _MACHINES,
     "URL",
-    "An etcd, etcd://HOST:PORT[,HOST:PORT], where machines of an elastic job agree on who keeps "
-    "its list of members, so that any of them may be lost; in place of --rdzv-endpoint. etcds:// "
-    "for TLS, with ?ca=FILE&cert=FILE&key=FILE.",
+    "An etcd, etcd://HOST:PORT[,HOST:PORT], in which the hosts of an elastic job elect the one "
+    "that has the list of members, so that any host may be lost; instead of --rdzv-endpoint. "
+    "etcds:// for TLS, with ?ca=FILE&cert=FILE&key=FILE.",
 )
 _LISTEN = _option(
     _MACHINES,
     "HOST[:PORT]",
-    "With --store: this machine's own address, which the others reach; by default the one that "
-    "leads to the store, and a free port.",
+    "With --store: the address of this host that the others can reach; by default the one from "
+    "which it reaches the store, and a free port.",
 )
-_NEW_KEY = _option(_MACHINES, "FILE", "Make such a file, and do nothing else.")
+_NEW_KEY = _option(_MACHINES, "FILE", "Create a key file and exit.")
 _RAY = _option(
-    _MACHINES, "ADDRESS", "Start the ranks as actors of the Ray cluster there (local: a new one)."
+    _MACHINES, "ADDRESS", "Start the ranks as actors of this Ray cluster (local: a new one)."
 )
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script; what follows belongs to it.")] = "",
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    script: Annotated[str, typer.Argument(help="The script to run.")] = "",
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the script.")] = None,
     nproc: Annotated[str | None, _NPROC] = None,
     ranks_per_gpu: Annotated[int, _RANKS_PER_GPU] = 1,
     threads: Annotated[int | None, _THREADS] = None,
@@ -163,11 +167,11 @@ def run(
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", hidden=True)] = "",
 ) -> int:
-    """Start a script on several ranks, on one machine or many.
+    """Run a script on several ranks, on one or more hosts.
 
-    The ranks find what torchrun would have set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so
-    scripts for torchrun run unchanged; torchrun's spellings of these options are understood. Under
-    srun or mpirun with one task for each rank, the process becomes that rank.
+    It sets the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so
+    scripts for torchrun run unchanged, and accepts torchrun's names for these options. Under
+    srun or mpirun with one task per rank, the process becomes that rank.
 
     For example: paceline run --nproc 4 train.py --lr 0.1
     """
