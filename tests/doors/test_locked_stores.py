@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from _paceline_store import store_at
-from paceline._doors import JobKey
+from paceline._doors import SIDE_DOOR, JobKey, SideDoor
 from paceline._members.frames import pack
 from paceline._members.keys import AskKeys
 from paceline.cli.run.machine_stores import LockedStores
@@ -35,6 +35,7 @@ def machines(tmp_path, monkeypatch, key):
     """Two machines that have met: the first keeps the stores."""
     key.write(tmp_path / "job.key")
     monkeypatch.setenv("PACELINE_STORE", "")
+    monkeypatch.setenv(SIDE_DOOR, "")
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         port = probe.getsockname()[1]
@@ -74,13 +75,24 @@ def test_both_machines_and_their_ranks_have_the_same_keys(machines) -> None:
         stores[1].wait(["never"], timedelta(milliseconds=50))
 
 
-def test_one_address_is_listened_on_and_only_by_the_first_machine(machines) -> None:
+def test_the_stores_are_at_one_address_and_only_of_the_first_machine(machines) -> None:
     first, second = machines
     assert (first.hosts, second.hosts) == (True, False)
     packed = struct.unpack("<I", socket.inet_aton(ADDRESS))[0]
     mine = {place for place in ports_here() if place.startswith(f"{packed:08X}")}
     assert mine == {f"{packed:08X}:{first.port:04X}"}
     assert not any(place.endswith(f":{first.port:04X}") for place in ports_here() - mine)
+
+
+def test_each_machine_has_a_side_door_for_its_ranks_that_leads_to_the_other(machines) -> None:
+    doors = []
+    for machine in machines:
+        machine.ranks_meet_at(1)
+        doors.append(SideDoor.of_launcher())
+    assert doors[0].folder != doors[1].folder
+    assert (doors[0].host, doors[0].port) == (ADDRESS, machines[0].port), "the one port"
+    assert doors[1].host == "127.0.0.1", "the interface that leads to the first"
+    assert f"0100007F:{doors[1].port:04X}" in ports_here()
 
 
 def test_keys_are_neither_read_nor_written_without_the_key_file(machines) -> None:

@@ -14,16 +14,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from paceline.recorder import channel
+from paceline._doors import SIDE_DOOR, SideDoor
+from paceline.recorder import channel, places
 from paceline.recorder import listener as listening
-from paceline.recorder.channel import Address, ask, tell
+from paceline.recorder.channel import ask, tell
 from paceline.recorder.listener import Listener
+from paceline.recorder.places import Address, network
 from paceline.testing import Meeting, spawn_ranks
 
 
@@ -41,12 +44,27 @@ class Office:
 
     @property
     def address(self) -> Address:
-        it = self.listener
-        return Address("process", it.host, it.port, it.key, "machine", "network", 1)
+        return self.listener.address("process", 1)
+
+    def knock(self) -> socket.socket:
+        """A connection of somebody who knows where it is, and nothing else."""
+        if not self.listener.path:
+            return socket.create_connection((self.listener.host, self.listener.port))
+        talk = socket.socket(socket.AF_UNIX)
+        talk.connect(self.listener.path)
+        return talk
 
 
-@pytest.fixture
-def office() -> Iterator[Office]:
+@pytest.fixture(params=["folder", "nameless", "port"])
+def office(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Office]:
+    """One under a launcher, one without, and one of a job that spans hosts."""
+    monkeypatch.delenv(SIDE_DOOR, raising=False)
+    if request.param == "folder":
+        monkeypatch.setenv(SIDE_DOOR, SideDoor.make(tmp_path).folder)
+    if request.param == "port":
+        monkeypatch.setenv("PACELINE_RECORDER_HOST", "127.0.0.1")
     office = Office()
     yield office
     office.listener.close()
@@ -58,7 +76,23 @@ def with_key(address: Address, key: bytes) -> Address:
 
 def test_a_question_is_answered(office: Office) -> None:
     assert ask(office.address, b"where?") == b"answer to where?"
-    assert office.listener.host == "127.0.0.1", "nobody from outside can ask"
+
+
+def test_on_one_host_there_is_no_port() -> None:
+    office = Office()
+    try:
+        assert (office.listener.host, office.listener.port) == ("", 0)
+        assert office.listener.path
+    finally:
+        office.listener.close()
+
+
+def test_letters_are_heard_once_and_in_order_though_who_told_them_is_gone(office: Office) -> None:
+    told = [b"%d" % number * 1000 for number in range(50)]
+    for letter in told:
+        tell(office.address, letter)
+    assert office.listener.read_all(60)
+    assert office.told == told
 
 
 def test_a_process_with_many_open_files_answers_too() -> None:
@@ -89,12 +123,14 @@ def test_whoever_lacks_the_key_is_not_heard(office: Office) -> None:
     tell(with_key(office.address, b"x" * 32), b"lies")
     tell(office.address, b"truth")
     assert ask(office.address, b"still there?")
+    assert office.listener.read_all(60)
     assert office.asked == [b"still there?"]
     assert office.told == [b"truth"]
 
 
 def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
     impostor = socket.create_server(("127.0.0.1", 0))
+    key = office.listener.key
 
     def answer() -> None:
         talk, _ = impostor.accept()
@@ -105,7 +141,7 @@ def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    address = msgspec.structs.replace(office.address, port=impostor.getsockname()[1])
+    address = Address("process", *impostor.getsockname(), key, "machine", network(), 1)
     with pytest.raises(OSError, match="not of the job"):
         ask(address, b"who?")
     thread.join()
@@ -113,17 +149,15 @@ def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
 
 
 def test_a_message_that_claims_to_be_huge_is_refused(office: Office) -> None:
-    with socket.create_connection((office.listener.host, office.listener.port)) as talk:
+    with office.knock() as talk:
         talk.recv(16)
-        talk.sendall(b"n" * 16 + b"p" * 32 + struct.pack("!I", channel.QUESTION + 1))
+        talk.sendall(b"n" * 16 + b"p" * 32 + struct.pack("!I", channel.LETTER + 1))
         assert talk.recv(1) == b"", "it hangs up"
     assert ask(office.address, b"fine?")
 
 
 def test_those_who_never_speak_keep_nobody_else_waiting(office: Office) -> None:
-    silent = [
-        socket.create_connection((office.listener.host, office.listener.port)) for _ in range(3)
-    ]
+    silent = [office.knock() for _ in range(3)]
     assert ask(office.address, b"busy?") == b"answer to busy?"
     for talk in silent:
         talk.close()
@@ -133,7 +167,7 @@ def strangers(office: Office, count: int) -> list[socket.socket]:
     """So many connections, each of which has said a byte and says no more."""
     found = []
     for _ in range(count):
-        talk = socket.create_connection((office.listener.host, office.listener.port))
+        talk = office.knock()
         talk.sendall(b"n")
         found.append(talk)
     return found
@@ -162,7 +196,7 @@ def test_when_there_are_too_many_strangers_the_oldest_goes_first(
 
 
 def test_a_stranger_that_says_a_little_all_the_time_is_hung_up_on(office: Office) -> None:
-    with socket.create_connection((office.listener.host, office.listener.port)) as talk:
+    with office.knock() as talk:
         talk.settimeout(0.05)
         began = time.monotonic()
         with contextlib.suppress(ConnectionError):
@@ -188,7 +222,7 @@ def test_a_listener_that_says_a_little_all_the_time_is_given_up() -> None:
 
     thread = threading.Thread(target=dribble)
     thread.start()
-    address = Address("process", *slow.getsockname(), b"k", "machine", "network", 1)
+    address = Address("process", *slow.getsockname(), b"k", "machine", network(), 1)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         ask(address, b"?", patience=0.3)
@@ -278,6 +312,7 @@ def test_after_the_end_nobody_listens(office: Office) -> None:
     office.listener.close()
     with pytest.raises(ConnectionRefusedError):
         ask(address, b"hello?")
+    assert not Path(office.listener.path or "/none").exists(), "nor is a socket left"
 
 
 def test_a_job_on_several_hosts_listens_on_the_way_to_its_meeting_point(
@@ -286,15 +321,15 @@ def test_a_job_on_several_hosts_listens_on_the_way_to_its_meeting_point(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert channel.interface("") == "127.0.0.1"
-    assert channel.interface("127.0.0.9") == "127.0.0.1", "the way there, not the other end of it"
+    assert places.interface("") == "127.0.0.1"
+    assert places.interface("127.0.0.9") == "127.0.0.1", "the way there, not the other end of it"
     monkeypatch.setenv("PACELINE_RECORDER_HOST", "127.0.0.5")
-    assert channel.interface("") == "127.0.0.5"
+    assert places.interface("") == "127.0.0.5"
     monkeypatch.delenv("PACELINE_RECORDER_HOST")
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    assert channel.interface("") == "127.0.0.1"
+    assert places.interface("") == "127.0.0.1"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert channel.interface("10.9.8.7") == "127.0.0.1", "all ranks are on this host"
+    assert places.interface("10.9.8.7") == "127.0.0.1", "all ranks are on this host"
 
 
 def test_addresses_are_plain_data() -> None:

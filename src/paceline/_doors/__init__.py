@@ -5,18 +5,29 @@ know Unix sockets only; ``porter.py`` carries their bytes through the port.
 """
 
 from .certificates import AGENT, Identity, JobKey
+from .names import GONE, Wanted
 from .porter import Porter
-from .tls import connect, listen
-from .unix import bind_private, check_user, connect_private
+from .side import OUT, SIDE, SIDE_DOOR, SideDoor, way_to
+from .tls import WELCOME, connect, listen
+from .unix import bind_nameless, bind_private, check_user, connect_private
 
 __all__ = [
     "AGENT",
+    "GONE",
+    "OUT",
+    "SIDE",
+    "SIDE_DOOR",
+    "WELCOME",
     "Identity",
     "JobKey",
     "Porter",
+    "SideDoor",
+    "Wanted",
+    "bind_nameless",
     "bind_private",
     "check_user",
     "connect",
     "connect_private",
     "listen",
+    "way_to",
 ]

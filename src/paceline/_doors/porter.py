@@ -3,7 +3,9 @@
 A service (a store, a keeper) listens on a Unix socket and knows nothing of hosts. On its host,
 :meth:`Porter.serve` lets in who shows a certificate of the job and carries what it says to the
 service that it asked for. On another host, :meth:`Porter.reach` gives that service a Unix socket
-there. So processes of a job hold no certificates, and open no port.
+there. So processes of a job hold no certificates, and open no port. A service may also be a folder
+of sockets, such as one for each rank: then who calls names the one it wants (``names.py``), and
+:meth:`Porter.lead` takes processes here to any such socket of any host.
 
 A stranger keeps nobody waiting: who has not shown its certificate in time is hung up on, and of
 many such at once the oldest of the address that has the most goes (``callers.py``). No byte reaches
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import ssl
 import threading
@@ -27,9 +30,11 @@ from ..errors import StrangerError
 from .callers import PATIENCE, Callers, Unproven
 from .carry import PIECE, Streams, join
 from .certificates import AGENT, Identity
+from .names import GONE, Wanted, frame, read_frame, socket_in
 from .tls import HUNG_UP, PAUSE, WELCOME, calling, explain, stay_in_touch
 from .unix import check_user
 
+LETTER = 1 << 16  # bytes that a process may say that hangs up without an answer
 REST = 0.2  # seconds until another is taken in, when there was no descriptor for one
 _AT_ONCE = 32  # connections that are taken in before others get their turn
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -54,7 +59,10 @@ class Porter:
     def serve(
         self, listener: socket.socket, identity: Identity, services: Mapping[str, str | Path]
     ) -> None:
-        """Let other hosts reach ``services``: their names, and the Unix socket of each."""
+        """Let other hosts reach ``services``: their names, and the Unix socket of each.
+
+        A folder instead of a socket lets them reach every socket in it, by name.
+        """
         context = identity.answering()
         context.set_alpn_protocols(list(services))
         places = {name: str(path) for name, path in services.items()}
@@ -79,13 +87,23 @@ class Porter:
         context = calling(identity, service)
 
         def take(connection: socket.socket, _: Any) -> None:
-            try:
-                check_user(connection)
-            except StrangerError:
-                self.strangers["another user"] += 1
-                connection.close()
-                return
-            self._start(self._forward(connection, address, context, name))
+            if self._is_ours(connection):
+                self._start(self._forward(connection, address, context, name))
+
+        self._watch(listener, take)
+
+    def lead(
+        self, listener: socket.socket, identity: Identity, service: str, name: str = AGENT
+    ) -> None:
+        """Carry what is said at ``listener`` to the socket that is asked for there.
+
+        ``service`` is the folder of sockets that other hosts serve.
+        """
+        context = calling(identity, service)
+
+        def take(connection: socket.socket, _: Any) -> None:
+            if self._is_ours(connection):
+                self._start(self._lead(connection, context, name))
 
         self._watch(listener, take)
 
@@ -146,6 +164,16 @@ class Porter:
             connection.setblocking(False)
             take(connection, address)
 
+    def _is_ours(self, connection: socket.socket) -> bool:
+        """Whether it is of this user; else it is hung up on."""
+        try:
+            check_user(connection)
+            return True
+        except StrangerError:
+            self.strangers["another user"] += 1
+            connection.close()
+            return False
+
     # -- one connection -----------------------------------------------------------------------
 
     async def _admit(
@@ -164,13 +192,28 @@ class Porter:
             if place is None:
                 self.strangers["no such service"] += 1
                 return
-            service = await asyncio.open_unix_connection(place)
+            service = await self._find(caller, place)
             caller[1].write(WELCOME)
             await join(caller, service)
+        except (ValueError, EOFError, asyncio.TimeoutError) as error:
+            self.strangers[type(error).__name__] += 1
         except OSError:
             pass  # the service is gone; the caller is hung up on
         finally:
             caller[1].transport.abort()
+
+    async def _find(self, caller: Streams, place: str) -> Streams:
+        """The service at ``place``; where that is a folder, the one that the caller names."""
+        if not os.path.isdir(place):
+            return await asyncio.open_unix_connection(place)
+        name = await asyncio.wait_for(read_frame(caller[0]), PATIENCE)
+        try:
+            return await asyncio.open_unix_connection(socket_in(place, name))
+        except OSError:
+            caller[1].write(GONE)
+            caller[1].close()
+            await caller[1].wait_closed()
+            raise
 
     async def _shake_hands(self, connection: socket.socket, context: ssl.SSLContext) -> Streams:
         stay_in_touch(connection)
@@ -207,6 +250,45 @@ class Porter:
         finally:
             here[1].transport.abort()
 
+    async def _lead(self, connection: socket.socket, context: ssl.SSLContext, name: str) -> None:
+        """Take a process here to the socket of another host that it asks for."""
+        here = await asyncio.open_unix_connection(sock=connection, limit=LETTER)
+        try:
+            wanted = Wanted.read(await asyncio.wait_for(read_frame(here[0]), PATIENCE))
+            letter = b"" if wanted.answer else await asyncio.wait_for(_all(here[0]), PATIENCE)
+            there, said = await self._call_by_name(wanted, context, name)
+            try:
+                if wanted.answer:
+                    here[1].write(said)
+                    await join(here, there)
+                elif said == WELCOME:
+                    there[1].write(letter)
+                    await asyncio.wait_for(there[0].read(-1), PATIENCE)  # it hangs up: it has it
+            finally:
+                there[1].transport.abort()
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
+            self.strangers[type(error).__name__] += 1
+        finally:
+            here[1].transport.abort()
+
+    async def _call_by_name(
+        self, wanted: Wanted, context: ssl.SSLContext, name: str
+    ) -> tuple[Streams, bytes]:
+        """A connection, and whether the socket is there; again if it was hung up on in a crowd."""
+        until = self._loop.time() + PATIENCE
+        while True:
+            there = await self._call(wanted.address, context, name)
+            try:
+                there[1].write(frame(wanted.name))
+                if said := await asyncio.wait_for(there[0].read(1), PATIENCE):
+                    return there, said
+            except HUNG_UP:
+                pass
+            there[1].transport.abort()
+            if self._loop.time() > until:
+                raise ConnectionResetError("it hung up")
+            await asyncio.sleep(PAUSE)
+
     async def _call(self, address: tuple[str, int], context: ssl.SSLContext, name: str) -> Streams:
         until = self._loop.time() + PATIENCE
         while True:
@@ -225,3 +307,13 @@ class Porter:
             raise ConnectionResetError("it hung up")
         stay_in_touch(connection)
         return reader, writer
+
+
+async def _all(reader: asyncio.StreamReader) -> bytes:
+    """What is said until the end; ValueError if that is too much."""
+    said = bytearray()
+    while piece := await reader.read(PIECE):
+        said += piece
+        if len(said) > LETTER:
+            raise ValueError(f"more than {LETTER} bytes")
+    return bytes(said)

@@ -1,12 +1,15 @@
 """Unix sockets that only processes of the same user can open.
 
 The folder of such a socket has to be the user's alone, and who connects has to be the user: the
-kernel says who it is (``SO_PEERCRED``), and nobody can claim to be another.
+kernel says who it is (``SO_PEERCRED``), and nobody can claim to be another. Where there is no such
+folder, a socket has a random name that is no file's: any process of the host can call there, and
+another user's is hung up on.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
 from pathlib import Path
@@ -31,6 +34,18 @@ def bind_private(path: str | Path) -> socket.socket:
     try:
         listener.bind(str(path))
         os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def bind_nameless() -> socket.socket:
+    """A socket that listens at a random name, which is no file; who calls is to be checked."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0paceline-{secrets.token_hex(16)}")
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import events
-from .peers import machine, peers
+from .peers import peers
+from .places import machine
 
 
 def offset(board: events.Board) -> float:

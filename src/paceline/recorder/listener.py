@@ -1,9 +1,10 @@
 """The answering end of the side channel (``channel.py`` has the other one, and what is said).
 
-One thread takes in letters and questions, of many at once. A stranger cannot keep it from that: who
-has not shown within a second that it knows the key is hung up on, and when there are many such, the
-oldest goes first. Only a question that was proven is answered, in a thread of its own, since
-looking around may take a moment. Without a free descriptor it rests before it tries again.
+One thread takes in letters and questions, of many at once. A stranger cannot keep it from that: at
+a Unix socket another user's process is hung up on before it is heard; who has not shown within a
+second that it knows the key is hung up on too, and when there are many such, the oldest goes first.
+Only a question that was proven is answered, in a thread of its own, since looking around may take a
+moment. Without a free descriptor it rests before it tries again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import queue
 import secrets
 import select
@@ -19,38 +21,32 @@ import threading
 import time
 from collections.abc import Callable
 
-from .channel import (
-    LENGTH,
-    LETTER,
-    NONCE,
-    PATIENCE,
-    PROOF,
-    QUESTION,
-    interface,
-    open_pair,
-    prove,
-)
+from .._doors import check_user
+from .channel import LENGTH, LETTER, NONCE, PATIENCE, PROOF, QUESTION, prove
+from .places import Address, machine, network, open_ports, open_socket, port_on
 
 AT_ONCE = 16  # answers; ranks that ask beyond that wait
 CALLERS = 256  # connections that have not shown yet who they are
 REST = 0.5  # seconds until another is taken in, when there was no descriptor for one
+_AT_MOST = 1024  # letters that are read at once, so that an end comes of it
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class _Caller:
-    """A connection until its question is complete."""
+    """A connection until its question, or its letter, is complete."""
 
-    def __init__(self, talk: socket.socket) -> None:
+    def __init__(self, talk: socket.socket, most: int) -> None:
         self.talk, self.nonce = talk, secrets.token_bytes(NONCE)
         self.until = time.monotonic() + PATIENCE
-        self._said = bytearray()
+        self._most, self._said = most, bytearray()
         talk.setblocking(False)
-        talk.sendall(self.nonce)  # a new connection has room for it
+        with contextlib.suppress(OSError):  # who had a letter may have hung up, and is heard
+            talk.sendall(self.nonce)  # a new connection has room for it
 
     def listen(self) -> bool:
-        """Take in what has come; whether the question is complete. Raises if it cannot become so.
+        """Take in what has come; whether all of it has. Raises if it cannot become so.
 
-        Not a byte is read beyond what a question may have.
+        Not a byte is read beyond what it may have.
         """
         part = self.talk.recv(self._wanted() - len(self._said))
         if not part:
@@ -63,25 +59,34 @@ class _Caller:
         if len(self._said) < head:
             return head
         (length,) = LENGTH.unpack(self._said[head - LENGTH.size : head])
-        if not 0 < length <= QUESTION:
+        if not 0 < length <= self._most:
             raise ValueError(f"a question of {length} bytes")
         return head + int(length)
 
     def question(self, key: bytes) -> tuple[bytes, bytes]:
         """The caller's nonce and its question; raises if it does not know the key."""
-        said = bytes(self._said)
-        theirs, proof = said[:NONCE], said[NONCE : NONCE + PROOF]
-        question = said[NONCE + PROOF + LENGTH.size :]
+        theirs, proof, question = self._parts()
         if not hmac.compare_digest(proof, prove(key, b"ask", self.nonce, theirs, question)):
             raise ValueError("a stranger")
         return theirs, question
+
+    def letter(self, key: bytes) -> bytes:
+        """The letter that it brought; empty if it brought none."""
+        theirs, proof, letter = self._parts()
+        ours = hmac.compare_digest(proof, prove(key, b"tell", theirs, b"", letter))
+        return letter if ours else b""
+
+    def _parts(self) -> tuple[bytes, bytes, bytes]:
+        """Its nonce, its proof, and what it said."""
+        said = bytes(self._said)
+        return said[:NONCE], said[NONCE : NONCE + PROOF], said[NONCE + PROOF + LENGTH.size :]
 
 
 _Asked = tuple[socket.socket, bytes, bytes, bytes]  # its connection, both nonces, its question
 
 
 class Listener:
-    """Listens on a port of this process.
+    """Listens for this process: at a Unix socket, or at a port for hosts that no launcher joins.
 
     ``answer`` is called with each question, ``hear`` with each letter (what is told and needs no
     answer), both in threads.
@@ -92,14 +97,15 @@ class Listener:
     ) -> None:
         self.key = secrets.token_bytes(32)
         self._answer, self._hear = answer, hear
-        self._door, self._letters = open_pair(interface(meeting))
+        self.host, self.port, self.path = "", 0, ""
+        self._letters: socket.socket | None = None  # elsewhere they come as questions do
+        self._open(port_on(meeting))
         self._door.setblocking(False)
-        self._letters.setblocking(False)
-        self.host, self.port = self._door.getsockname()[:2]
         self._proven: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
-        self._marks: dict[bytes, threading.Event] = {}  # letters to itself
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         self._poll = select.poll()  # select() refuses descriptors from 1024 on
         self._shut_until = 0.0  # the door, while there are no descriptors
         self._closed = False
@@ -108,19 +114,38 @@ class Listener:
         )
         self._thread.start()
 
+    def _open(self, host: str) -> None:
+        if not host:
+            self._door, door = open_socket()
+            self.path = os.fsdecode(self._door.getsockname())
+            self.host, self.port = (door.host, door.port) if door is not None else ("", 0)
+            return
+        self._door, self._letters = open_ports(host)
+        self._letters.setblocking(False)
+        self.host, self.port = self._door.getsockname()[:2]
+
+    def address(self, process: str, board: int) -> Address:
+        """Where others find it, to be left in a store."""
+        where = (self.host, self.port, self.key, machine(), network())
+        return Address(process, *where, board, self.path)
+
     # -- the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        door, letters = self._door.fileno(), self._letters.fileno()
-        self._poll.register(letters, select.POLLIN)
-        self._poll.register(door, select.POLLIN)
+        door = self._door.fileno()
+        letters = -1 if self._letters is None else self._letters.fileno()
+        for number in {door, letters, self._bell} - {-1}:
+            self._poll.register(number, select.POLLIN)
         while not self._closed:
             for number, _ in self._poll.poll(self._milliseconds()):
                 with contextlib.suppress(BlockingIOError):  # another process took it, or nobody
                     if number == letters:
-                        self._open_letter(self._letters.recv(LETTER))
+                        self._open_letter()
                     elif number == door:
                         self._take()
+                    elif number == self._bell:
+                        os.eventfd_read(self._bell)
+                        self._catch_up()
                     elif number in self._callers:
                         self._listen(number)
             self._hang_up_on_the_late()
@@ -134,29 +159,41 @@ class Listener:
         due += [self._shut_until] if self._shut_until else []
         return 1000 * max(0.0, min(due) - time.monotonic()) + 1 if due else None
 
-    def _take(self) -> None:
-        """Let a caller in, for one that has been here for long if it must be."""
+    def _take(self) -> bool:
+        """Let a caller in, for one that has been here for long if it must be; False: none came."""
         try:
             talk = self._door.accept()[0]
         except OSError as error:
-            if error.errno in _SHORT:  # the caller stays at the door: poll would come back at once
+            if error.errno in _SHORT and not self._shut_until:  # else poll would come back at once
                 self._poll.unregister(self._door.fileno())
                 self._shut_until = time.monotonic() + REST
-            return
-        try:
-            caller = _Caller(talk)
-        except OSError:
+            return False
+        if not self._is_ours(talk):
             talk.close()
-            return
+            return True
         if len(self._callers) >= CALLERS:
             self._hang_up(next(iter(self._callers)))
-        self._callers[talk.fileno()] = caller
+        self._callers[talk.fileno()] = _Caller(talk, LETTER if self.path else QUESTION)
         self._poll.register(talk.fileno(), select.POLLIN)
+        if self.path:
+            self._listen(talk.fileno())  # a letter is there when its connection is
+        return True
+
+    def _is_ours(self, talk: socket.socket) -> bool:
+        """Whether who calls may be heard: at a Unix socket, who is of the same user."""
+        try:
+            return not self.path or bool(check_user(talk))
+        except OSError:
+            return False
 
     def _listen(self, number: int) -> None:
         caller = self._callers[number]
         try:
             if not caller.listen():
+                return
+            if self.path and (letter := caller.letter(self.key)):
+                self._hang_up(number)
+                self._read(letter)
                 return
             theirs, question = caller.question(self.key)
         except BlockingIOError:
@@ -211,34 +248,53 @@ class Listener:
 
     def read_all(self, seconds: float) -> bool:
         """Wait until all letters are read that have come by now; False: it took longer."""
-        mark, read = secrets.token_bytes(32), threading.Event()
-        self._marks[mark] = read
+        read = threading.Event()
+        self._waiting.put(read)
         try:
-            self._letters.sendto(mark, (self.host, self.port))
+            os.eventfd_write(self._bell, 1)
             return read.wait(seconds)
-        except OSError:
+        except (OSError, ValueError):  # it is closed
             return False
-        finally:
-            self._marks.pop(mark, None)
 
-    def _open_letter(self, letter: bytes) -> None:
-        if (read := self._marks.get(letter)) is not None:
+    def _catch_up(self) -> None:
+        """Read the letters that have come; then say so to those who wait for it."""
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._waiting.get_nowait())
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_AT_MOST):
+                self._open_letter()
+        for _ in range(_AT_MOST if self.path else 0):
+            if not self._take():
+                break
+        for read in waiting:
             read.set()
+
+    def _open_letter(self) -> None:
+        if self._letters is None:
             return
+        letter = self._letters.recv(LETTER)
         proof, message = letter[:PROOF], letter[PROOF:]
         if hmac.compare_digest(proof, prove(self.key, b"tell", b"", b"", message)):
-            with contextlib.suppress(Exception):
-                self._hear(message)
+            self._read(message)
+
+    def _read(self, letter: bytes) -> None:
+        with contextlib.suppress(Exception):
+            self._hear(letter)
 
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Answer no more, and give the port back."""
+        """Answer no more, and give the socket back."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._letters.sendto(b"", (self.host, self.port))  # wakes the thread
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            os.eventfd_write(self._bell, 1)  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE)
+        if self.path and not self.path.startswith("\0"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
         self.drop()
 
     def drop(self) -> None:
@@ -246,4 +302,8 @@ class Listener:
         for caller in list(self._callers.values()):
             caller.talk.close()
         self._door.close()
-        self._letters.close()
+        if self._letters is not None:
+            self._letters.close()
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import secrets
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import msgspec
 
+from ..errors import StrangerError
 from . import channel, events
 from .account import Account, Silence, Told, account_of, told
-from .channel import Address
 from .listener import Listener
 from .order import Log, log_from, log_of
+from .places import Address, UnreachableError, is_far, machine, network
 from .threads import in_thread
 
 ASKED_AT_MOST = 128  # ranks that one rank asks
 LEFT_TOLD = 16  # peers that a rank tells what it is about to call, and that it leaves
+AHEAD_TOLD = 2  # of these, on other hosts: what it is about to call; each is a handshake of TLS
 LEAVING = 0.3  # seconds to find out who they are, if that is not known by then
 READING = 1.0  # seconds, at most, until letters that have come are read
 ARRIVING = 0.5  # seconds that a letter from another host may be behind the end of its writer
@@ -45,10 +45,15 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Letter(msgspec.Struct, frozen=True):
-    """What a rank says because it may not be there when it is asked."""
+    """What a rank says because it may not be there when it is asked.
+
+    A process numbers its letters, so that one that was overheard is not heard again.
+    """
 
     board: int
     rank: int
+    process: str
+    number: int
     call: Told | None = None  # that it is about to make
     farewell: Account | None = None
 
@@ -80,6 +85,8 @@ class Peers:
         self.farewells: dict[int, dict[int, Account]] = {}  # the same
         self._heard: dict[int, dict[int, list[Told]]] = {}  # the same
         self._announced: dict[int, set[object]] = {}  # kinds of calls, by board
+        self._numbers = count(1)  # of letters that are told
+        self._latest: dict[int, dict[str, int]] = {}  # numbers of letters, by board and process
 
     # -- addresses ----------------------------------------------------------------------------
 
@@ -96,13 +103,12 @@ class Peers:
             store.set(f"recorder/{turn}/{board.rank}", own)
 
     def _own(self, board: events.Board, store: Any) -> Address:
-        host, port, key = "", 0, b""
-        if not board.one_process:
-            with self._lock:
-                listener = self._listener or Listener(self._answer, self._hear, meeting_host(store))
-                self._listener = listener
-            host, port, key = listener.host, listener.port, listener.key
-        return Address(self.process, host, port, key, machine(), network(), board.number)
+        if board.one_process:
+            return Address(self.process, "", 0, b"", machine(), network(), board.number)
+        with self._lock:
+            listener = self._listener or Listener(self._answer, self._hear, meeting_host(store))
+            self._listener = listener
+        return listener.address(self.process, board.number)
 
     def known(self, board: events.Board, seconds: float = 0.0) -> Mapping[int, Address]:
         """Addresses of the group's other ranks, as far as they are known.
@@ -138,7 +144,7 @@ class Peers:
     def forget_old(self) -> None:
         """Let go of boards that are no more."""
         tables: list[dict[int, Any]] = [self._known, self._turns, self._stores]
-        for table in (*tables, self.farewells, self._heard, self._announced):
+        for table in (*tables, self.farewells, self._heard, self._announced, self._latest):
             for number in set(table) - events.boards.keys():
                 table.pop(number, None)
 
@@ -157,21 +163,25 @@ class Peers:
             return
         kinds.add(kind)
         call = told(entry)
-        with contextlib.suppress(OSError):
-            for address in self._some(board, 0.0):
-                message = msgspec.msgpack.encode(Letter(address.board, board.rank, call))
-                channel.tell(address, message)
+        for address in self._some(board, 0.0, AHEAD_TOLD):
+            self._tell(address, board, call=call)
 
-    def _some(self, board: events.Board, seconds: float) -> list[Address]:
-        """The next ranks after this one that are other processes."""
+    def _tell(self, address: Address, board: events.Board, **said: Any) -> None:
+        own = (board.rank, self.process, next(self._numbers))
+        with contextlib.suppress(OSError):
+            channel.tell(address, msgspec.msgpack.encode(Letter(address.board, *own, **said)))
+
+    def _some(self, board: events.Board, seconds: float, far: int = LEFT_TOLD) -> list[Address]:
+        """The next ranks after this one that are other processes; ``far`` of them by TLS."""
         known = self.known(board, seconds)
         order = sorted(known, key=lambda rank: (rank - board.rank) % board.size)
-        found = [known[rank] for rank in order if known[rank].process != self.process]
-        return found[:LEFT_TOLD]
+        others = [known[rank] for rank in order if known[rank].process != self.process]
+        led = [one for one in others if is_far(one)]
+        return [one for one in others if one not in led[far:]][:LEFT_TOLD]
 
     def _hear(self, message: bytes) -> None:
         letter = _LETTERS.decode(message)
-        if letter.board not in events.boards:
+        if letter.board not in events.boards or self._is_old(letter):
             return
         if letter.farewell is not None:
             self.farewells.setdefault(letter.board, {})[letter.rank] = letter.farewell
@@ -181,6 +191,14 @@ class Peers:
             del calls[:-KINDS]
         self._news.set()
 
+    def _is_old(self, letter: Letter) -> bool:
+        """Whether a later letter of its process has come before."""
+        latest = self._latest.setdefault(letter.board, {})
+        if letter.number <= latest.get(letter.process, 0):
+            return True
+        latest[letter.process] = letter.number
+        return False
+
     def take_leave(self, board: events.Board, ended: str = "") -> None:
         """Tell the peers that this rank comes no more, and how far it had come."""
         if not board.made or board.one_process:
@@ -188,10 +206,8 @@ class Peers:
         said = account_of(board, ended)
         if len(msgspec.msgpack.encode(said)) > channel.LETTER // 2:  # names may be long
             said = msgspec.structs.replace(said, calls=said.calls[-4:])
-        with contextlib.suppress(OSError):
-            for address in self._some(board, LEAVING):
-                letter = Letter(address.board, board.rank, farewell=said)
-                channel.tell(address, msgspec.msgpack.encode(letter))
+        for address in self._some(board, LEAVING):
+            self._tell(address, board, farewell=said)
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -211,12 +227,12 @@ class Peers:
         if address.process == self.process:
             board = events.boards.get(address.board)
             return Silence.ENDED if board is None else account_of(board)
-        if address.host.startswith("127.") and address.network != network():
-            return Silence.UNKNOWN  # it is on another host and did not know of ours
         question = msgspec.msgpack.encode(Question(address.board))
         try:
             answer = self._ask_again_if_cut_off(address, question)
             return _ACCOUNTS.decode(answer) if answer else Silence.ENDED
+        except (UnreachableError, StrangerError):
+            return Silence.UNKNOWN
         except ConnectionError:
             return Silence.ENDED
         except (OSError, msgspec.DecodeError) as error:
@@ -227,7 +243,7 @@ class Peers:
         """The answer; a process that is there after all hung up because many asked at once."""
         try:
             return channel.ask(address, question, self.patience / 2)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, StrangerError):
             raise
         except ConnectionError:
             return channel.ask(address, question, self.patience / 2)
@@ -296,12 +312,12 @@ class Peers:
     ) -> None:
         """Wait until the last words of ranks that have ended are read.
 
-        A rank's letters are sent before its port is given back, and on one host they have come when
-        they are sent; from another host they may take a moment longer.
+        A rank's letters are sent before its socket is given back, and on one host they have come
+        when they are sent; from another host they may take a moment longer.
         """
         if self._listener is not None:
             self._listener.read_all(READING)
-        if all(address.machine == machine() for address in addresses):
+        if not any(is_far(one) or one.machine != machine() for one in addresses):
             return
         until = time.monotonic() + ARRIVING
         while True:
@@ -322,7 +338,7 @@ class Peers:
         self.rest()
 
     def rest(self) -> None:
-        """Give the port back; whoever is refused from now on has been told why."""
+        """Give the socket back; whoever is refused from now on has been told why."""
         with self._lock:
             listener, self._listener = self._listener, None
         if listener is not None:
@@ -340,26 +356,6 @@ def meeting_host(store: Any) -> str:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return str(getattr(store, "host", ""))
-
-
-def machine() -> str:
-    """A name for what has one clock."""
-    return f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id')}"
-
-
-def network() -> str:
-    """A name for what has one loopback."""
-    try:
-        return f"{machine()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return machine()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _how_it_ends() -> str:

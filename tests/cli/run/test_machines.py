@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from _paceline_store import store_at
-from paceline._doors import JobKey
+from paceline._doors import SIDE_DOOR, JobKey
 from paceline.cli.run.machine_stores import listen_openly
 from paceline.cli.run.meeting import MachineMeeting
 from paceline.cli.run.plan import Launch
@@ -42,7 +42,8 @@ def key(tmp_path_factory) -> str:
 def machine(request, monkeypatch) -> Iterator[Machine]:
     """A machine's plan; all meetings that come of such plans are left in the end."""
     path = request.getfixturevalue("key") if request.param == "with a key" else ""
-    monkeypatch.setenv("PACELINE_STORE", "")  # what ranks would be told
+    for variable in ("PACELINE_STORE", SIDE_DOOR):  # what ranks would be told
+        monkeypatch.setenv(variable, "")
 
     def plan(port: int, nodes: int = 2, rank: int | None = None, least: int = 0) -> Launch:
         return Launch(1, least or nodes, nodes, rank, "127.0.0.1", port, key=path)

@@ -48,6 +48,7 @@ BETWEEN_US = (
     "PACELINE_MEMBER",
     "PACELINE_MEMBERS",
     "PACELINE_NOTES",
+    "PACELINE_SIDE_DOOR",
     "PACELINE_STORE",
 )  # that our own processes tell each other
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {

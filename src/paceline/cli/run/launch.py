@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from ..._doors import SIDE_DOOR
 from ..._shown import shown_lines
 from .. import say
 from ..machine import allow_open_files, cores, loopback, threads_per_rank
@@ -90,6 +91,7 @@ def become(plan: Become, script: Script) -> NoReturn:
 def launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int] = ()) -> int:
     """Start this machine's ranks and wait for their end; returns what a shell is to see."""
     os.environ.update(script.environment(plan.nproc), PYTHONUNBUFFERED="1")
+    os.environ.pop(SIDE_DOOR, None)  # of a launcher that this one was started under
     if plan.max_nodes == 1 and (name := loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # gloo listens too
     allow_open_files(_OPEN_FILES + _FILES_PER_RANK * plan.nproc)

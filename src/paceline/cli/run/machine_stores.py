@@ -27,7 +27,17 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from _paceline_store import Lines, SocketStore
 
-from ..._doors import AGENT, JobKey, Porter, bind_private, connect, listen
+from ..._doors import (
+    AGENT,
+    SIDE,
+    SIDE_DOOR,
+    JobKey,
+    Porter,
+    SideDoor,
+    bind_private,
+    connect,
+    listen,
+)
 from ..._members import StoreHost
 from ...errors import LaunchError, PortTakenError
 from .one_machine import private_folder
@@ -104,6 +114,7 @@ class LockedStores:
         self._porter = Porter()
         self._folder = private_folder()
         self._lines = Lines(self._path(_LAUNCHERS))
+        self._side = SideDoor.make(self._folder)
         self._kept: dict[str, StoreHost] = {}
         try:
             self._open()
@@ -121,6 +132,7 @@ class LockedStores:
     def ranks_meet_at(self, number: int) -> RendezvousStoreInfo:
         """What this machine's ranks are told."""
         os.environ["PACELINE_STORE"] = f"unix:{number}:{self._path(_RANKS)}"
+        os.environ[SIDE_DOOR] = self._side.folder
         return RendezvousStoreInfo(self._launch.address, self.port)
 
     def close(self) -> None:
@@ -150,6 +162,8 @@ class LockedStores:
         self.port = listener.getsockname()[1]
         self._kept = {name: StoreHost(self._path(name)) for name in (_LAUNCHERS, _RANKS)}
         places = {name: kept.path for name, kept in self._kept.items()}
+        places[SIDE] = self._side.folder
+        self._side.join(self._porter, self._identity, self._launch.address, self.port)
         self._porter.serve(listener, self._identity, places)
 
     def _reach(self) -> None:
@@ -162,6 +176,7 @@ class LockedStores:
             time.sleep(_PAUSE)
         for name in (_LAUNCHERS, _RANKS):
             self._porter.reach(bind_private(self._path(name)), address, self._identity, name)
+        self._side.open(self._porter, self._identity, self._launch.address)
 
 
 def _answers(call: Callable[[], socket.socket]) -> bool:

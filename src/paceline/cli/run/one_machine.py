@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from ..._doors import SIDE_DOOR, SideDoor
 from ..._members import StoreHost
 from ..machine import ThisMachine
 from .plan import Launch
@@ -51,6 +52,7 @@ class LocalMeeting(RendezvousHandler):
         self._address = launch.address
         self._folder = private_folder()
         self._host = None if ThisMachine().gpus else StoreHost(self._folder / "store")
+        self._side = SideDoor.make(self._folder)
         self._round = 0
 
     def get_backend(self) -> str:
@@ -66,6 +68,7 @@ class LocalMeeting(RendezvousHandler):
         """Give the ranks of this start a store that is empty."""
         self._round += 1
         os.environ["PACELINE_STORE"] = self._begin_store()
+        os.environ[SIDE_DOOR] = self._side.folder
         where = RendezvousStoreInfo(self._address, unused_port())
         corner = PrefixStore(f"paceline/launchers/{self._round}", HashStore())
         return RendezvousInfo(corner, 0, 1, where)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...._doors import AGENT, Identity, JobKey, Porter, bind_private, listen
+from ...._doors import AGENT, SIDE, Identity, JobKey, Porter, SideDoor, bind_private, listen
 from ....errors import LaunchError, PortTakenError
 from ..plan import Launch
 from .elected import elect_keeper
@@ -29,11 +29,17 @@ class ServedKeeper:
     over = None
 
     def __init__(
-        self, keeper: KeeperProcess, path: str, listener: socket.socket, identity: Identity
+        self,
+        keeper: KeeperProcess,
+        path: str,
+        listener: socket.socket,
+        identity: Identity,
+        side: SideDoor,
     ) -> None:
         self._keeper = keeper
         self._porter = Porter()
-        self._porter.serve(listener, identity, {_SERVICE: path})
+        side.join(self._porter, identity, *listener.getsockname()[:2])
+        self._porter.serve(listener, identity, {_SERVICE: path, SIDE: side.folder})
 
     def look(self, now: float) -> str:
         """Put another in its place if it has ended."""
@@ -56,9 +62,12 @@ class DistantKeeper:
     pause = 0.1
     over = None
 
-    def __init__(self, path: str, address: tuple[str, int], identity: Identity) -> None:
+    def __init__(
+        self, path: str, address: tuple[str, int], identity: Identity, side: SideDoor
+    ) -> None:
         self._porter = Porter()
         self._porter.reach(bind_private(path), address, identity, _SERVICE)
+        side.open(self._porter, identity, address[0])
 
     def look(self, now: float) -> str:
         """Nothing: whether it answers is seen by who asks it."""
@@ -77,6 +86,7 @@ def open_keeper(
     plan: Launch, path: str, command: Sequence[str], folder: Path, lease: int
 ) -> Keeping:
     """A keeper that listens at ``path`` here, be it of this host or of the first of several."""
+    side = SideDoor.make(folder)
     if plan.max_nodes == 1:
         return KeeperProcess(command, folder)
     key = JobKey.read(plan.key)
@@ -85,8 +95,8 @@ def open_keeper(
         return elect_keeper(plan, key, command, folder, lease)
     listener = _listen_if_first(plan)
     if listener is None:
-        return DistantKeeper(path, (plan.address, plan.port), identity)
-    return ServedKeeper(KeeperProcess(command, folder), path, listener, identity)
+        return DistantKeeper(path, (plan.address, plan.port), identity, side)
+    return ServedKeeper(KeeperProcess(command, folder), path, listener, identity, side)
 
 
 def _listen_if_first(plan: Launch) -> socket.socket | None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...._doors import SIDE, SIDE_DOOR
 from ....errors import LaunchError
 from ... import say
 from ...machine import allow_open_files, loopback
@@ -126,6 +127,7 @@ def _environment(
         "PACELINE_NOTES": str(folder),
         "PACELINE_AGENT": str(os.getpid()),
         "LOCAL_WORLD_SIZE": str(size.places),
+        SIDE_DOOR: str(folder / SIDE),
     }
 
 
