@@ -36,7 +36,8 @@ if dist.get_rank() == 0:
     launchers = set(ports(os.getppid())) - set(map(int, os.environ["MINE"].split()))
     master = int(os.environ["MASTER_PORT"])
     kind = os.environ.get("PACELINE_STORE", "port")[:4]
-    print(int(total), sorted(launchers), master in launchers, kind)
+    side = os.path.isdir(os.environ.get("PACELINE_SIDE_DOOR", ""))
+    print(int(total), sorted(launchers), master in launchers, kind, side)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -70,7 +71,7 @@ def test_the_launcher_listens_on_no_port_and_ranks_meet_all_the_same(
         script.write_text(text)
     ended = paceline(capsys, "run", "--nproc", 2, script, MINE=listening_here())
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["[0] 2 [] False unix"]
+    assert ended.out.splitlines() == ["[0] 2 [] False unix True"]
 
 
 def test_ranks_with_gpus_meet_in_a_file_that_is_gone_afterwards(
@@ -82,7 +83,7 @@ def test_ranks_with_gpus_meet_in_a_file_that_is_gone_afterwards(
     monkeypatch.setattr("tempfile.tempdir", None)
     ended = paceline(capsys, "run", "--nproc", 2, script, MINE=listening_here())
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["[0] 2 [] False file"]
+    assert ended.out.splitlines() == ["[0] 2 [] False file True"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -92,7 +93,7 @@ def test_a_port_that_was_asked_for_is_opened_on_loopback(script, capsys) -> None
         capsys, "run", "--nproc", 2, "--master-port", port, script, MINE=listening_here()
     )
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == [f"[0] 2 [{port}] True port"]
+    assert ended.out.splitlines() == [f"[0] 2 [{port}] True port False"]
 
 
 OWN = """

@@ -36,6 +36,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_have_no_port(script: Path, capsys) -> None:
     ended = paceline(capsys, "run", "--nproc", 2, script, "shm")
     assert ended.code == 0, ended.err
