@@ -1,6 +1,7 @@
 """Paceline inside other libraries, one module each; imported by whoever has the library.
 
-``lightning`` has a Strategy for Lightning Fabric, ``lightning_trainer`` one for its Trainer.
+``lightning`` has Strategies for Lightning Fabric, ``lightning_trainer`` one for its Trainer,
+``accelerate`` an Accelerator for elastic jobs.
 """
 
-__all__ = ["lightning", "lightning_trainer"]
+__all__ = ["accelerate", "lightning", "lightning_trainer"]

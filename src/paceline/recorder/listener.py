@@ -189,8 +189,8 @@ class Listener:
     def _listen(self, number: int) -> None:
         caller = self._callers[number]
         try:
-            if not caller.listen():
-                return
+            while not caller.listen():  # until nothing more has come
+                pass
             if self.path and (letter := caller.letter(self.key)):
                 self._hang_up(number)
                 self._read(letter)
@@ -268,6 +268,9 @@ class Listener:
         for _ in range(_AT_MOST if self.path else 0):
             if not self._take():
                 break
+        for number in list(self._callers):  # that were here before, and had not said all
+            if number in self._callers:
+                self._listen(number)
         for read in waiting:
             read.set()
 
