@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.errors import IntegrationMissingError
+from paceline.errors import IntegrationMissingError, JobArgumentError
 from paceline.integrations.published import strategies_of
 from paceline.testing import Meeting, spawn_ranks
 
-from ..scripts import on_ranks
+from ..scripts import on_ranks, run
+from .digests import assert_two_equal_digests
 
 STEPS = 4
 quiet = pytest.mark.filterwarnings("ignore")  # Lightning's own, of which it has many
@@ -122,6 +123,46 @@ def test_the_example_for_fabric_learns() -> None:
     said = on_ranks(2, "examples/fabric.py", deadline=180)
     assert said[0].startswith("2 ranks, Group(")
     assert float(said[-1].split()[-1]) < 0.3
+
+
+@quiet
+@pytest.mark.slow
+def test_killed_members_of_a_fabric_loop_change_no_bit() -> None:
+    pytest.importorskip("lightning.fabric")
+    assert_two_equal_digests(run("examples/fabric_elastic.py", deadline=300))
+
+
+@quiet
+def test_a_fabric_loop_trains_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning.fabric")
+    from lightning.fabric import Fabric
+
+    from paceline.integrations.lightning import ElasticStrategy
+
+    monkeypatch.setenv("LOCAL_RANK", "3")  # of a host where others are
+    strategy = ElasticStrategy(shards=2)
+    with pytest.raises(JobArgumentError, match="launch"):
+        _ = strategy.group
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    plain = make_model()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    loader = strategy.loader([batch(0, n)[0] for n in range(8)], batch=4)
+    with strategy.job(model, optimizer, loader) as job:
+        for step in job:
+            for shard, rows in step:
+                with strategy.shard(model, shard):
+                    fabric.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (job.steps, fabric.world_size, fabric.global_rank) == (2, 1, 0)
+    assert fabric.all_reduce(torch.tensor(3.0)) == 3
+    assert fabric.all_gather(torch.ones(2)).shape == (1, 2)
+    assert fabric.broadcast({"plain": [1]}) == {"plain": [1]}
+    fabric.barrier()
+    with pytest.raises(JobArgumentError, match="does not come from"):
+        strategy.shard(plain, shard)
+    strategy.group.shutdown()
 
 
 # -- the Trainer ------------------------------------------------------------------------------

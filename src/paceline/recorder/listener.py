@@ -137,7 +137,8 @@ class Listener:
         for number in {door, letters, self._bell} - {-1}:
             self._poll.register(number, select.POLLIN)
         while not self._closed:
-            for number, _ in self._poll.poll(self._milliseconds()):
+            ready = [number for number, _ in self._poll.poll(self._milliseconds())]
+            for number in sorted(ready, key=door.__eq__):  # who is in is heard before who comes
                 with contextlib.suppress(BlockingIOError):  # another process took it, or nobody
                     if number == letters:
                         self._open_letter()
@@ -266,11 +267,10 @@ class Listener:
             for _ in range(_AT_MOST):
                 self._open_letter()
         for _ in range(_AT_MOST if self.path else 0):
+            for number in list(self._callers):  # who is in may have said all by now
+                self._listen(number)
             if not self._take():
                 break
-        for number in list(self._callers):  # that were here before, and had not said all
-            if number in self._callers:
-                self._listen(number)
         for read in waiting:
             read.set()
 
