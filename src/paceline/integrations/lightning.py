@@ -144,7 +144,7 @@ class ElasticStrategy(PacelineStrategy):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module``; Fabric calls it."""
-        given = {"process_group": self.group, "shards": self.shards}
+        given: dict[str, Any] = {"process_group": self.group, "shards": self.shards}
         return DistributedDataParallel(module, **given, **self._ddp_kwargs)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
