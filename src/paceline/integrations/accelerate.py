@@ -1,5 +1,3 @@
-# mypy: disable-error-code="misc, no-any-return"
-# (Accelerate is optional: where types are checked it need not be there)
 """Accelerate in a loop that goes on when ranks are lost (``paceline run --elastic``). ::
 
     accelerator = elastic_accelerator(mixed_precision="bf16")
@@ -17,8 +15,11 @@ precision and scaler; the group of the job has the others.
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
+
+import torch
 
 from ..errors import IntegrationMissingError
 
@@ -30,20 +31,18 @@ _PLACES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # where it l
 def elastic_accelerator(**options: Any) -> Any:
     """An Accelerator of this process alone, on its own device; options are the Accelerator's."""
     try:
-        from accelerate import Accelerator
+        accelerate: Any = importlib.import_module("accelerate")
     except ModuleNotFoundError as error:
         raise IntegrationMissingError(__name__, "accelerate", "integrations") from error
     kept = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     try:
         _take_own_device(int(kept.get("LOCAL_RANK", "0")))
-        return Accelerator(**options)
+        return accelerate.Accelerator(**options)
     finally:
         os.environ.update(kept)
 
 
 def _take_own_device(place: int) -> None:
     """Make the GPU of this place on the host the current one, which Accelerate takes then."""
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.set_device(place % torch.cuda.device_count())

@@ -112,7 +112,7 @@ class ElasticStrategy(PacelineStrategy):
     def job(self, model: Any, optimizer: Any, loader: ShardedLoader, **options: Any) -> elastic.Job:
         """The loop, of what ``fabric.setup`` gave; options are those of :func:`elastic.job`."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        plain = [getattr(one, "optimizer", one) for one in given]
+        plain: list[Any] = [getattr(one, "optimizer", one) for one in given]
         return elastic.job(_wrapped(model), plain, loader, **options)
 
     def shard(self, model: Any, shard: Shard) -> AbstractContextManager[object]:
