@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...._doors import AGENT, Identity, JobKey, Porter, bind_private, listen
+from ...._doors import AGENT, SIDE, Identity, JobKey, Porter, SideDoor, bind_private, listen
 from ...._etcd import Etcd, parse_store
 from ...._members import ChosenTerm, KeeperSeat, KeeperTerms, Over
 from ....errors import (
@@ -53,7 +53,9 @@ class ElectedKeeper:
         self._relay: Porter | None = None
         self._relays = 0
         self._door = Porter()
-        self._door.serve(listener, identity, {_SERVICE: folder / "keeper"})
+        side = SideDoor.make(folder)
+        side.join(self._door, identity, *listener.getsockname()[:2])
+        self._door.serve(listener, identity, {_SERVICE: folder / "keeper", SIDE: side.folder})
         campaign.begin()
 
     @property

@@ -86,13 +86,13 @@ def open_keeper(
     plan: Launch, path: str, command: Sequence[str], folder: Path, lease: int
 ) -> Keeping:
     """A keeper that listens at ``path`` here, be it of this host or of the first of several."""
-    side = SideDoor.make(folder)
-    if plan.max_nodes == 1:
-        return KeeperProcess(command, folder)
-    key = JobKey.read(plan.key)
-    identity = key.identity(AGENT)
-    if plan.store:
+    key = JobKey.read(plan.key) if plan.max_nodes > 1 else None
+    if key is not None and plan.store:
         return elect_keeper(plan, key, command, folder, lease)
+    side = SideDoor.make(folder)
+    if key is None:
+        return KeeperProcess(command, folder)
+    identity = key.identity(AGENT)
     listener = _listen_if_first(plan)
     if listener is None:
         return DistantKeeper(path, (plan.address, plan.port), identity, side)
