@@ -161,7 +161,7 @@ def test_a_fabric_loop_trains_alone_without_a_launcher(monkeypatch: pytest.Monke
     assert fabric.broadcast({"plain": [1]}) == {"plain": [1]}
     fabric.barrier()
     with pytest.raises(JobArgumentError, match="does not come from"):
-        strategy.shard(plain, shard)
+        strategy.shard(make_model(), shard)
     strategy.group.shutdown()
 
 

@@ -59,7 +59,7 @@ def socket_in(folder: str, name: str) -> str:
 
 
 def checked(name: str) -> str:
-    """The same, if it can be the name of a socket."""
+    """Refuse a name that no socket can have (ValueError), such as one with a slash."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} names no socket")
     return name

@@ -56,7 +56,7 @@ class SideDoor:
         Path(self.folder, _ADDRESS).write_text(f"{host}:{port}")
 
     def open(self, porter: Porter, identity: Identity, first: str) -> None:
-        """The same, at a port of its own, on the interface that leads to the first host."""
+        """Open a port for other hosts, on the interface to the first, and lead to them."""
         host = os.environ.get("PACELINE_RECORDER_HOST") or way_to(first)
         listener = listen(host, 0)
         self.join(porter, identity, host, listener.getsockname()[1])

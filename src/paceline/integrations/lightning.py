@@ -20,6 +20,7 @@ import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,7 @@ class ElasticStrategy(PacelineStrategy):
         self.shards = shards
         self._engine, self._limit = backend, timeout
         self._group: Group | None = None
+        self._wrappers: WeakKeyDictionary[nn.Module, DistributedDataParallel] = WeakKeyDictionary()
 
     @property
     def group(self) -> Group:
@@ -113,11 +115,11 @@ class ElasticStrategy(PacelineStrategy):
         """The loop, of what ``fabric.setup`` gave; options are those of :func:`elastic.job`."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         plain: list[Any] = [getattr(one, "optimizer", one) for one in given]
-        return elastic.job(_wrapped(model), plain, loader, **options)
+        return elastic.job(self._wrapper_of(model), plain, loader, **options)
 
     def shard(self, model: Any, shard: Shard) -> AbstractContextManager[object]:
         """Compute one shard of a step inside of it."""
-        return _wrapped(model).shard(shard)
+        return self._wrapper_of(model).shard(shard)
 
     # -- what Fabric calls ------------------------------------------------------------------------
 
@@ -145,7 +147,16 @@ class ElasticStrategy(PacelineStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module``; Fabric calls it."""
         given: dict[str, Any] = {"process_group": self.group, "shards": self.shards}
-        return DistributedDataParallel(module, **given, **self._ddp_kwargs)
+        wrapper = DistributedDataParallel(module, **given, **self._ddp_kwargs)
+        self._wrappers[module] = wrapper
+        return wrapper
+
+    def _wrapper_of(self, model: Any) -> DistributedDataParallel:
+        """Our wrapper of the model that ``fabric.setup`` gave."""
+        found = self._wrappers.get(getattr(model, "module", model))
+        if found is None:
+            raise JobArgumentError("the model does not come from fabric.setup with this strategy")
+        return found
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that are there now."""
@@ -180,14 +191,6 @@ class ElasticStrategy(PacelineStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Offer nothing: it is made with its number of shards, not by a name."""
-
-
-def _wrapped(model: Any) -> DistributedDataParallel:
-    """Our wrapper, inside of what ``fabric.setup`` gave."""
-    inner = getattr(model, "_forward_module", model)
-    if not isinstance(inner, DistributedDataParallel):
-        raise JobArgumentError("the model does not come from fabric.setup with this strategy")
-    return inner
 
 
 PacelineStrategy.register_strategies(_strategies.STRATEGY_REGISTRY)
