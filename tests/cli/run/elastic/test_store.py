@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(no_star()), reason=no_star()),
 ]
 DEADLINE = 150.0  # seconds
+STEPS = "1600"  # samples, in batches of 32
 HEARTBEAT = 8  # so that a lease is 2 s
 GOES_ON = "train on"
 
@@ -61,10 +62,10 @@ class StoreJob:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[StoreJob]:
-    (tmp_path / "train.py").write_text(TRAIN.replace("480", "1600"))
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StoreJob]:
+    (tmp_path / "train.py").write_text(TRAIN.replace("480", STEPS))
     JobKey.make().write(tmp_path / "key")
-    with star(3) as made:
+    with star(getattr(request, "param", 2) + 1) as made:
         etcd = made.hosts[-1]
         inside = ["ip", "netns", "exec", etcd.namespace]
         with etcd_server(tmp_path, etcd.address, 2379, inside) as where:
@@ -75,7 +76,7 @@ def job(tmp_path: Path) -> Iterator[StoreJob]:
 def undisturbed(tmp_path_factory) -> set[str]:
     """The weights of one process that trains alone."""
     script = tmp_path_factory.mktemp("alone") / "train.py"
-    script.write_text(TRAIN.replace("480", "1600").replace("sleep(0.05)", "sleep(0)"))
+    script.write_text(TRAIN.replace("480", STEPS).replace("sleep(0.05)", "sleep(0)"))
     said = subprocess.run(
         [sys.executable, str(script)], check=True, capture_output=True, text=True, timeout=DEADLINE
     ).stdout
@@ -150,3 +151,20 @@ def test_a_host_that_does_not_reach_the_store_is_not_started(job) -> None:
         said = first.communicate(timeout=DEADLINE)[0]
     assert first.returncode == 2, said
     assert "the store was not reached" in said
+
+
+@pytest.mark.parametrize("job", [3], indirect=True)
+def test_a_host_beyond_the_most_waits_and_takes_the_place_of_one_that_is_lost(
+    job, undisturbed
+) -> None:
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        said = read_until(first, "this host keeps the roster (term 1)")
+        with job.agent(job.hosts[1], "--nnodes", "1:2") as second:
+            read_until(second, "fifth step")
+            with job.agent(job.hosts[2], "--nnodes", "1:2") as third:
+                other = read_until(third, "this one waits to take a lost one's place")
+                second.kill()
+                said += first.communicate(timeout=DEADLINE)[0]
+                other += third.communicate(timeout=DEADLINE)[0]
+    assert (first.returncode, third.returncode) == (0, 0), said + other
+    assert weights(said) == undisturbed

@@ -73,8 +73,8 @@ class Campaign:
             self._wakes.clear()
             try:
                 self.look()
-            except OSError as error:
-                self.trouble = str(error)
+            except Exception as error:  # whatever it is, this host has to notice that it is blind
+                self.trouble = str(error) or type(error).__name__
 
     def _judge(self, seen: SeenTerms) -> HostStanding:
         state = seen.state

@@ -7,6 +7,7 @@ where others reach its keeper; while it has none, whoever comes there is hung up
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -23,6 +24,7 @@ from ....errors import (
     HostLeftBehindError,
     LaunchError,
     PortTakenError,
+    StoreAnswerError,
     StoreLostError,
     StoreUnreachableError,
 )
@@ -167,7 +169,7 @@ def elect_keeper(
         listener = _listen(address, plan.port)
         me = KeeperSeat("", 0, os.uname().nodename, address, listener.getsockname()[1])
         campaign = Campaign(KeeperTerms(etcd, prefix), me, lease)
-    except StoreLostError as error:
+    except (StoreLostError, StoreAnswerError) as error:
         raise _unreachable(str(error), 0.0) from None
     command = [*command, "--store", plan.store]
     return ElectedKeeper(campaign, command, folder, listener, key.identity(AGENT))
@@ -189,5 +191,7 @@ def _listen(address: str, port: int) -> socket.socket:
         return listen(address, port)
     except OSError as error:
         text = f"cannot listen on {address}:{port} ({error.strerror})"
-        remedy = "Give --listen an address of this host."
-        raise PortTakenError(text, remedy, port) from None
+        remedy = "Give --listen an address of this host, and a port that is free."
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(text, remedy, port) from None
+        raise LaunchError(text, remedy) from None
