@@ -2,12 +2,12 @@
 
 ::
 
-    errors/        every error we raise
+    errors/        every error
     policies.py    settings
-    install.py     makes torch's names mean ours, and back
-    ddp/           what the user wraps: DistributedDataParallel
-    elastic/       training that goes on when ranks are lost, and when others join
-    compiled/      the path torch.compile traces
+    install.py     replaces torch's names with Paceline's, and undoes it
+    ddp/           DistributedDataParallel and replicate
+    elastic/       training that continues when ranks are lost or join
+    compiled/      what torch.compile traces
     hooks/         how a bucket is averaged: torch's hooks, and codecs that save bytes
     optim/         ZeRO, steps in backward, local SGD, DiLoCo, clipping
     _exchange/     how tensors are averaged, under hooks and optim: routes, codecs
@@ -17,8 +17,8 @@
     _reducer/      gradients in, averages out; reducer.py says how a backward pass goes
     groups/        process groups as objects; documented in groups/group.py
     _transport/    moves bytes: shared memory, how ranks meet, objects without pickle
-    _torch/        everything private of torch, and only there
-    recorder/      what every rank did lately; verdicts on hangs, reports
+    _torch/        all private names of torch that are used
+    recorder/      what every rank did recently; verdicts on hangs, reports
     integrations/  for Lightning
     cli/           the command paceline: run, demo, doctor, report, bench
     testing.py     ranks as threads and as processes, for your own tests

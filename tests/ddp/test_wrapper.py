@@ -52,7 +52,8 @@ INHERITED_ON_PURPOSE = {
 
 def methods(kind: type) -> set[str]:
     sorts = (property, cached_property, staticmethod, classmethod)
-    return {n for n, v in vars(kind).items() if inspect.isroutine(v) or isinstance(v, sorts)}
+    found = {n for n, v in vars(kind).items() if inspect.isroutine(v) or isinstance(v, sorts)}
+    return found - {"__annotate_func__"}  # Python 3.14 has it in every class with annotations
 
 
 def own_names() -> set[str]:

@@ -217,7 +217,8 @@ def test_a_numpy_scalar_is_refused_by_name() -> None:
 def test_what_sits_in_a_key_or_a_set_is_found_there() -> None:
     point = Point(3)
     assert refused([{(1, point): 0}]).startswith("at [0]<key (1, Point(x=3))>[1]: ")
-    assert refused({10**5000: point}).startswith("at [of type int]: ")
+    shown = ("at [of type int]: ", "at [<int instance with roughly")  # the second: Python 3.14
+    assert refused({10**5000: point}).startswith(shown)
     assert refused({"s": {point}}).startswith("at ['s']<element Point(x=3)>: ")
 
 

@@ -2,9 +2,9 @@
 # (torch's class has no annotations worth inheriting, and other ones in every version)
 """DistributedDataParallel: torch's interface around a Replica.
 
-It is a subclass of torch's class, so that code which asks ``isinstance`` of it is answered with
-yes; it takes over none of its methods (``tests/ddp/test_wrapper.py`` sees to that). Names that only
-torch's own code asks for are in ``torch_names.py``.
+It is a subclass of torch's class, so that ``isinstance`` checks for torch's class succeed, but it
+uses none of its methods (``tests/ddp/test_wrapper.py`` checks that). Names that only torch's own
+code uses are in ``torch_names.py``.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
 class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclass=StandsForTorchs):
-    """Wraps a module so that every rank's backward leaves the average of all ranks' gradients.
+    """Wraps a module so that backward averages gradients over all ranks.
 
-    Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` need not
-    be set; ``.grad`` is a stretch of a bucket unless ``gradient_as_bucket_view=False``.
+    Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` are not
+    needed. ``.grad`` is a view of a bucket unless ``gradient_as_bucket_view=False``.
     """
 
     _active_ddp_module: Any = None  # Dynamo asks for it
@@ -143,7 +143,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
             _warn_static()
 
     def _init_state(self) -> None:
-        """What a copy does not take over."""
+        """Set what a copy does not inherit."""
         self._comm_hook_name = ""
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._ddp_sink_clone = True
@@ -153,7 +153,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         self._scattered: ScatteredGradients | None = None
 
     def _build(self, group: Any, *, init_sync: bool, init_buffers: bool = True) -> None:
-        """Everything that belongs to this process: the replica, hooks on the module."""
+        """Create everything that belongs to this process: the replica, hooks on the module."""
         self.traced = Traced(number(self), self._pre_forward, self._post_forward, self._forward)
         foreign = not isinstance(self.process_group, type(group)) and (
             type(self.process_group) is not ProcessGroup
@@ -196,7 +196,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
     # -- forward ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward, between buffers made alike and a watch on the output."""
+        """Broadcast buffers, run the module's forward, and prepare for its backward."""
         if torch.compiler.is_compiling():
             return forward_in_graph(self, *inputs, **kwargs)
         if not is_profiling():
@@ -248,7 +248,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return output
 
     def _lazy_init(self) -> None:
-        """Take over optimizers that were set to run in backward."""
+        """Adopt optimizers that were set to run in backward."""
         if self.shards is not None:
             self._sharded().refuse_in_backward(self._module_parameters)
         adopt_optimizers(self._module_parameters, self.replica.reducer)
@@ -278,7 +278,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Inputs on a device."""
+        """Move inputs to a device."""
         device = torch.device(self.device_type, device_id)
         return move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
 
@@ -287,7 +287,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return gather(outputs, output_device, dim=self.dim)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set the module's mode; ``eval()`` hears of a failure in the last pass."""
+        """Set the module's mode; ``eval()`` raises a failure of the last pass on a GPU."""
         if not mode:
             self.replica.hear()
         nn.Module.train(self, mode)
@@ -296,14 +296,14 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
     # -- which passes are averaged ------------------------------------------------------------
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within it gradients gather on this rank; the first pass outside averages them.
+        """Accumulate gradients on this rank; the first pass outside averages them.
 
-        It counts where the backward pass runs. A forward inside it speaks for its backward too.
+        It takes effect if the backward pass, or its forward, runs inside the context.
         """
         return self.replica.averaging.no_sync()
 
     def accumulate(self, steps: int) -> contextlib.AbstractContextManager[bool]:
-        """One of ``steps`` micro-steps; every last one averages, and its value is True::
+        """Run one of ``steps`` micro-steps; the last one averages, and its value is True::
 
         for batch in loader:
             with ddp.accumulate(4) as last:
@@ -325,9 +325,9 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return self.replica.samples(count)
 
     def shard(self, shard: Shard) -> contextlib.AbstractContextManager[None]:
-        """Compute one of the ``shards=`` of a step, here and on no other rank::
+        """Compute one of the ``shards=`` of a step, on this rank only::
 
-            for step in loader:  # this rank's shards of a step, and what belongs to them
+            for step in loader:
                 for shard, (x, y) in ddp.shards_of(step):
                     with ddp.shard(shard):
                         loss(ddp(x), y).backward()
@@ -342,28 +342,28 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return self._sharded().shard(shard)
 
     def shards_of(self, step: Iterable[Item]) -> Iterator[Item]:
-        """This rank's shards of a step, whatever ``step`` has for them; then the step ends.
+        """Iterate over this rank's shards of ``step``, then average the gradients.
 
-        It ends with the means over the shards of all ranks in ``.grad``, the same bits however
-        shards were shared out. Every rank loops over its part, one that has none as well.
+        After the loop ``.grad`` holds the means over the shards of all ranks, bitwise the same
+        however shards are divided. Every rank has to run the loop, even one without shards.
         """
         return self._sharded().each(step)
 
     def conditions(self) -> dict[str, str]:
-        """What the bits of a run with ``shards=`` depend on besides its code, data and seed.
+        """Return what the bits of a run with ``shards=`` depend on besides code, data and seed.
 
-        Save it with a checkpoint; :meth:`require_conditions` compares it when the run goes on.
+        Save it with a checkpoint; :meth:`require_conditions` compares it when the run resumes.
         """
         return same_bits.conditions(self._sharded().shards, self.replica.group.device)
 
     def require_conditions(self, saved: Mapping[str, str]) -> None:
-        """Raise if something is different from when ``saved`` was what :meth:`conditions` gave."""
+        """Raise an error if :meth:`conditions` differ from ``saved``."""
         found = same_bits.differences(saved, self.conditions())
         if found:
             raise ModuleStateError(
-                f"rank {self.replica.group.rank()}: the run goes on under other conditions: "
-                f"{'; '.join(found)}. Its bits would be others than without the break.",
-                "Go on under the same ones, or leave out require_conditions().",
+                f"rank {self.replica.group.rank()}: the run resumes under other conditions: "
+                f"{'; '.join(found)}. Its bits would differ from an uninterrupted run.",
+                "Resume under the same conditions, or do not call require_conditions().",
             )
 
     def _sharded(self) -> ShardReplica:
@@ -375,45 +375,45 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         return self.replica
 
     def sync_grads(self) -> None:
-        """Average what ``.grad`` holds now, without a backward pass; every rank calls it.
+        """Average what ``.grad`` holds now, without a backward pass; every rank has to call it.
 
         With ``shards=`` it ends the step, as a loop over :meth:`shards_of` does.
         """
         self.replica.sync_grads()
 
     def after_backward(self, callback: Callable[[], None]) -> RemovableHandle:
-        """Call ``callback`` whenever a backward pass has left averages in ``.grad``.
+        """Call ``callback`` after each backward pass that has averaged gradients.
 
-        On this rank, in the thread of the backward pass, before ``backward()`` returns. Passes
-        inside :meth:`no_sync` are not told of. ``remove()`` of the result ends it.
+        It runs in the thread of the backward pass, before ``backward()`` returns, and not for
+        passes inside :meth:`no_sync`. Call ``remove()`` of the result to remove it.
         """
         return self.replica.reducer.observers.on_average(callback)
 
     def scatter_gradients(self) -> ScatteredGradients:
-        """Leave each rank only its part of the averages, for an optimizer that is spread as well.
+        """Leave each rank only its part of the averages, for a sharded optimizer.
 
-        Every rank calls it, between two steps. Buckets are reduced and scattered from then on, half
-        the bytes of an average for all; ``.grad`` of the parameters stays None after a backward
-        pass, and this rank's means are in its stretches. ``paceline.optim.ZeroRedundancyOptimizer``
-        calls it when it is given ``ddp=``.
+        Every rank calls it, between two steps. From then on buckets are reduce-scattered, which
+        sends half the bytes of an all-reduce; ``.grad`` of the parameters stays None after a
+        backward pass, and the result has this rank's part of the averages.
+        ``paceline.optim.ZeroRedundancyOptimizer`` calls it if it gets ``ddp=``.
         """
         self._scattered = self.replica.scatter_gradients()
         return self._scattered
 
     @property
     def scattered_gradients(self) -> ScatteredGradients | None:
-        """This rank's part of the averages, once :meth:`scatter_gradients` was called."""
+        """This rank's part of the averages after :meth:`scatter_gradients`, else None."""
         return self._scattered
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, stretches of them included."""
+        """Clear all gradients, including this rank's part of scattered ones."""
         nn.Module.zero_grad(self, set_to_none)
         if self._scattered is not None:
             self._scattered.clear()
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward pass that ran now would be averaged."""
+        """Whether a backward pass now would average gradients."""
         return self.replica.averaging.on
 
     @require_backward_grad_sync.setter
@@ -422,7 +422,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may have come apart since the last forward."""
+        """Whether buffers may differ between ranks since the last forward."""
         return self.replica.buffers.stale
 
     @require_forward_param_sync.setter
@@ -452,7 +452,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` average the buckets; it returns a future of the result.
 
-        Once, and before the first backward pass. Gradients come as they are, not divided.
+        Call it once, before the first backward pass. The hook gets gradients undivided.
         """
         self._check_comm_hook(hook)
         self._set_comm_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
@@ -519,11 +519,11 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """The context in which ranks may have unequal numbers of inputs.
+        """Return a context in which ranks may have unequal numbers of inputs.
 
-        A rank that has run out stands in for the others' steps with weight 0; that costs them
-        nothing. ``divide_by_initial_world_size=False`` divides by the number of ranks that still
-        have inputs. With :meth:`samples` the mean is one over samples, whatever this says.
+        A rank that has run out takes part in the others' steps with weight 0, without additional
+        collectives. ``divide_by_initial_world_size=False`` divides by the number of ranks that
+        still have inputs; it has no effect with :meth:`samples`, where the mean is over samples.
         """
         return Join(
             [self],
@@ -533,7 +533,7 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What stands in for this rank once it has run out."""
+        """Return the hook that takes this rank's part once it has run out of inputs."""
         return DDPJoinHook(self, by_active=not kwargs.get("divide_by_initial_world_size", True))
 
     @property
