@@ -49,6 +49,9 @@ def digest(model: nn.Module) -> str:
 def cut_connections() -> None:
     """Shut down this process's TCP connections."""
     for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
             if tcp and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -114,8 +114,9 @@ def cut_connections() -> int:
     cut = 0
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            copy = socket.socket(fileno=os.dup(fd))
-            with copy:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as copy:
                 tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
                 if tcp and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     copy.shutdown(socket.SHUT_RDWR)
@@ -126,6 +127,7 @@ def cut_connections() -> int:
 def a_rank_that_cuts(meeting: Meeting, path: str) -> Any:
     sizes: list[int] = []
     cuts: list[int] = []
+    used: list[int] = []  # descriptors
     grip: dict[str, Any] = {}
 
     def moment(now: elastic.JobStep, shards: int, where: str) -> None:
@@ -133,18 +135,20 @@ def a_rank_that_cuts(meeting: Meeting, path: str) -> Any:
             cuts.append(cut_connections())
         if where == "end":
             sizes.append(grip["group"].size())
+            used.append(len(os.listdir("/proc/self/fd")))
 
     members = connect(path)
     outcome = train(members, moment, backend="gloo", prepare=lambda **has: grip.update(has))
-    return outcome, sizes, cuts
+    return outcome, sizes, cuts, used
 
 
 def test_connections_that_break_are_made_again_and_nobody_is_expelled(tmp_path: Path) -> None:
     with keeper(tmp_path, first=3, most=3) as path:
         found = spawn_ranks(3, a_rank_that_cuts, path)
-    for outcome, sizes, _ in found:
+    for outcome, sizes, _, used in found:
         require_equal(outcome, undisturbed(2))
         assert set(sizes) == {3}
+        assert used[-1] <= used[0] + 3
     assert len(found[1][2]) == 2
     assert min(found[1][2]) > 0
 

@@ -31,7 +31,7 @@ class DiesIn:
     def arrange(self, job: elastic.Job, group: Group, **_: object) -> None:
         """Take the place of what the job calls."""
         members = job._crew.members  # type: ignore[union-attr]
-        owner = {"move": group, "meet": members, "ready": members, "store": members}[self.call]
+        owner = {"move": group, "meet": members, "ready": members}[self.call]
         real = getattr(owner, self.call)
 
         def call(*args: Any, **words: Any) -> Any:
@@ -47,7 +47,7 @@ class DiesIn:
 
 
 @pytest.mark.parametrize("when", [2, -2], ids=["before", "after"])
-@pytest.mark.parametrize("call", ["meet", "store", "move", "ready"])
+@pytest.mark.parametrize("call", ["meet", "move", "ready"])
 def test_one_that_is_killed_in_the_recovery_from_another_changes_no_bit(
     call: str, when: int
 ) -> None:

@@ -61,7 +61,6 @@ def in_order(*names: str) -> Callable[[int], nn.Module]:
 
 UNLIKE: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
     "shape": (of_width(8), of_width(9)),
-    "shape in other bytes": (of_width(8), of_width(16)),
     "dtype": (model_of, of_dtype),
     "requires_grad": (model_of, frozen),
     "order": (in_order("one", "two"), in_order("two", "one")),
