@@ -98,9 +98,9 @@ bench-peers: $(READY) ## install the peers in .venv-peers and measure all of the
 	PEERS_TORCH=$(PEERS_TORCH) $(BIN)/python benchmarks/peers_setup.py
 	.venv-peers$(patsubst %,-%,$(filter-out 2.13.0,$(PEERS_TORCH)))/bin/python benchmarks/peers.py
 
-chaos: $(READY) ## kill and stop ranks while they train, and compare the weights; FAULTS= and ENGINES= choose
+chaos: $(READY) ## kill and stop ranks while they train, and compare the weights; FAULTS=, ENGINES= and MANY= choose
 	$(BIN)/python benchmarks/chaos.py $(if $(ENGINES),--engines $(ENGINES)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(MANY),--many $(MANY))
-	$(if $(FAULTS)$(ENGINES),,$(BIN)/python benchmarks/chaos_hosts.py)
+	$(if $(FAULTS)$(ENGINES)$(MANY),,$(BIN)/python benchmarks/chaos_hosts.py)
 
 bench: $(READY) ## measure collectives and training steps against torch's
 	$(BIN)/python benchmarks/collectives.py
