@@ -69,6 +69,23 @@ def test_one_that_trains_is_killed_when_it_is_time_and_never_the_last() -> None:
         child.wait()
 
 
+def test_somebody_is_killed_in_a_run_that_is_over_before_it_is_time() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        found = board()
+        found.pids = {0: child.pid}
+        killer = Killer(found, every=500.0)
+        killer.look(100.0)  # one alone: it is not time before 600
+        found.pids[1] = child.pid
+        found.steps = 3 * found.step
+        killer.look(101.0)
+        assert child.wait(20) == -signal.SIGKILL
+        assert len(found.killed) == 1
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_nobody_is_killed_in_the_run_without_faults() -> None:
     found = board(rough=False)
     found.pids = {0: os.getpid(), 1: os.getpid()}
@@ -80,6 +97,7 @@ def test_nobody_is_killed_in_the_run_without_faults() -> None:
     ("digests", "codes", "code", "words"),
     [
         (("a", "a"), [0, 0], 0, "bit by bit"),
+        (("a", "a", "nobody killed"), [0, 0], 1, "nobody was killed"),
         (("a", "b"), [0, 0], 1, "not the same, first in the weights at the end"),
         (("", ""), [0, 0], 1, "not the same"),
         (("a", "a"), [3], 1, "the run without faults ended with exit code 3"),
@@ -92,6 +110,7 @@ def test_the_end_says_whether_both_runs_are_the_same(
     found = ChaosBoard(steps=4, shards=2)
     found.hear(MemberEnds(0, digests[0]))
     found.begin_rough()
+    found.killed = [] if digests[2:] else [(1, 2)]
     found.hear(MemberEnds(0, digests[1]))
     assert _tell(found, codes, tmp_path) == code
     said = capsys.readouterr()
@@ -110,3 +129,4 @@ def test_the_demo_ends_with_the_weights_of_the_run_without_faults(tmp_path) -> N
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "bit by bit" in ended.stdout
+    assert "0 members were killed" not in ended.stdout

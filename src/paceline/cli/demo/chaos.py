@@ -59,13 +59,15 @@ class Killer:
 
     def look(self, now: float) -> None:
         """Kill one if it is time; the last one is left, since nobody would have its weights."""
-        trains = sorted(self._board.training & self._board.pids.keys())
-        if len(trains) < 2 or not self._board.is_rough:
+        board = self._board
+        trains = sorted(board.training & board.pids.keys())
+        late = not board.killed and board.step >= board.steps // 3  # a short run has one kill, too
+        if len(trains) < 2 or not board.is_rough:
             self._due = now + self._every
-        elif now >= self._due:
+        elif now >= self._due or late:
             self._due = now + self._every
             with suppress(ProcessLookupError):
-                os.kill(self._board.kill(self._draw.choice(trains)), signal.SIGKILL)
+                os.kill(board.kill(self._draw.choice(trains)), signal.SIGKILL)
 
 
 def _command(address: str, steps: int, ranks: int, spares: int) -> list[str]:
@@ -104,6 +106,9 @@ def _tell(board: ChaosBoard, codes: list[int], out: Path) -> int:
     if differ or board.calm.digests != board.rough.digests or not board.calm.digests:
         where = f"step {differ[0]}" if differ else "the weights at the end"
         say.complain(f"the two runs are not the same, first in {where}")
+        return 1
+    if not board.killed:
+        say.complain("nobody was killed, so nothing was shown; give more --steps or more --nproc")
         return 1
     print("Every loss and the weights at the end are those of the run without faults, bit by bit.")
     print(f"What the launcher said of it: {(out / 'chaos.txt').resolve()}")
