@@ -98,7 +98,7 @@ def weights(folder: Path) -> list[Tensor]:
     return [state[name] for name in sorted(names)]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_half_precision_learns_and_all_ranks_scale_alike(dtype: str) -> None:
     said = on_ranks(2, "examples/mixed_precision.py", "--dtype", dtype)
     assert float(losses(said)[-1]) < 0.1
@@ -133,6 +133,7 @@ def test_two_hosts_says_that_it_needs_root(
     assert "takes root" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_shm
 def test_uneven_ranks_with_exact_weights_learn_what_one_process_does(tmp_path: Path) -> None:
     picture = tmp_path / "uneven.png"

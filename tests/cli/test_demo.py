@@ -486,6 +486,7 @@ def test_the_demo_trains_compares_and_writes_a_report(
     assert "<html" in report.read_text().lower()
 
 
+@pytest.mark.slow
 def test_the_digits_are_read_over_gloo_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,13 +149,24 @@ def a_copy_is_compiled_as_an_ordinary_model(open_: Open) -> None:
     assert group.traffic.calls == before
 
 
+QUICK = ["a_whole_model_is_one_graph", "a_graph_that_breaks", "hooks_in_half_precision"]
+
+
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return launch(__name__, list(ROWS))
+def quick() -> Results:
+    return launch(__name__, QUICK)
 
 
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", QUICK)
 def test_a_compiled_replicated_module_does_what_an_eager_one_does(
-    results: Results, name: str
+    quick: Results, name: str
 ) -> None:
-    check(results, name)
+    check(quick, name)
+
+
+@pytest.mark.slow
+def test_so_it_does_in_every_other_way() -> None:
+    rest = [name for name in ROWS if name not in QUICK]
+    results = launch(__name__, rest)
+    for name in rest:
+        check(results, name)

@@ -112,6 +112,7 @@ def test_a_group_of_one_has_nothing_to_plan() -> None:
         step.plan(torch.ones(4, 32))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     ddp = deep(peerless())

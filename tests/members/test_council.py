@@ -427,17 +427,6 @@ def test_a_new_keeper_does_not_let_spares_begin_before_members_are_back() -> Non
     assert hall.said(Decided) == []
 
 
-def test_ready_is_answered_by_a_new_keeper_when_another_uses_the_roster_already() -> None:
-    old = in_use(2)
-    hall = replaced(old)
-    again(hall, 1, old.council.current, using=False)
-    hall.council.ready(1, SaysReady(1), hall.now)
-    assert hall.said(Opened) == []
-    again(hall, 0, old.council.current, using=True)
-    hall.council.ready(1, SaysReady(1), hall.now)
-    assert [word.usable for word in hall.said(Opened, to=1)] == [True]
-
-
 def test_one_that_rosters_went_on_without_is_told_so() -> None:
     old = in_use(3)
     before = old.council.current
@@ -519,3 +508,13 @@ def test_a_member_that_cannot_use_any_roster_is_ended_and_the_others_go_on(first
     assert [word.why for word in hall.said(Refused, 1)] == [hall.council.gone[1]]
     hall.meet(0, why="lost")
     assert hall.roster() == (0,)
+
+
+def test_one_that_asks_a_new_keeper_before_those_who_know_come_is_answered() -> None:
+    old = in_use(2)
+    hall = replaced(old)
+    again(hall, 1, old.council.current, using=False)  # its answer was lost with the old keeper
+    hall.ready(1)
+    assert hall.said(Opened) == []
+    again(hall, 0, old.council.current)
+    assert [word.usable for word in hall.said(Opened, to=1)] == [True]

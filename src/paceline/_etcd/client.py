@@ -102,6 +102,11 @@ class _Nothing(msgspec.Struct):
     """Whatever it says, there is nothing to learn from it."""
 
 
+# msgspec looks at each of them here, in the thread that imports: two threads that have it look at
+# a class at once crash the process.
+_READ = [msgspec.json.Decoder(kind) for kind in (_Granted, _Beats, _TxnDone, _Refusal, _Nothing)]
+
+
 class Etcd:
     """One etcd, from one process. Any thread may call."""
 

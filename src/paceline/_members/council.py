@@ -488,6 +488,8 @@ class Council:
             self._ready.add(member)
             if self.phase is RosterPhase.OPENING:  # so all had said that they can use it
                 self.phase, self._give_up_at = RosterPhase.IN_USE, inf
+                for asked in self._ready:  # before it was known; the answer was lost
+                    self._tell(asked, Opened(roster.number, True))
         if member in self.current.members and self.phase is RosterPhase.GIVEN_UP:
             self._tell(member, Changed(RosterChange("lost", self._reasons, roster.number)))
         # One that never used its roster is a newcomer like any other.

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import msgspec
 
-from . import agents, council, journal, keys, roster, service, words
+from . import agents, council, journal, keys, roster, service, terms, words
 
 
 def _kinds(module: ModuleType) -> list[type[msgspec.Struct]]:
@@ -20,6 +20,6 @@ def _kinds(module: ModuleType) -> list[type[msgspec.Struct]]:
 
 READ = [
     msgspec.msgpack.Decoder(kind)
-    for module in (agents, council, journal, keys, roster, service, words)
+    for module in (agents, council, journal, keys, roster, service, terms, words)
     for kind in _kinds(module)
 ]

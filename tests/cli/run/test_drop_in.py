@@ -100,6 +100,7 @@ def test_what_a_script_for_torch_gets_from_init_process_group(
     assert all(said in line and line.startswith("[0] ") for line in lines)
 
 
+@pytest.mark.slow
 def test_ranks_that_a_script_spawns_on_a_port_of_its_own_get_all_of_it(script, capsys) -> None:
     ended = paceline(capsys, "run", "--nproc", 1, "--drop-in", script(SPAWNS))
     assert ended.code == 0, ended.err

@@ -222,7 +222,7 @@ def test_too_few_machines_are_told(machine) -> None:
     assert (error.asked, error.started) == (2, 1)
 
 
-@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("locked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_launchers_train_together_and_hear_of_each_others_failures(
     tmp_path, key, locked
 ) -> None:

@@ -172,7 +172,9 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("shm", marks=needs_shm), pytest.param("gloo", marks=pytest.mark.slow)]
+)
 def test_survivors_of_a_killed_rank_train_on_and_the_run_ends_well(script, capsys, backend) -> None:
     words = ["--nproc", 3, "--backend", backend, "--patience", 1, "--max-restarts", 1]
     ended = paceline(capsys, "run", *words, script)

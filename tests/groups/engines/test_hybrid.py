@@ -164,7 +164,7 @@ HIERARCHICAL = ("all_reduce", "reduce", "all_gather_single", "uneven_reduce_scat
     ("where", "striped", "only"),
     [
         (INTERLEAVED, True, ()),
-        (TWO_AND_TWO, False, HIERARCHICAL),
+        pytest.param(TWO_AND_TWO, False, HIERARCHICAL, marks=pytest.mark.slow),
         (ONE_AND_TWO, None, (*HIERARCHICAL, "uneven_all_gather", "uneven_gather", "transfers")),
         (TOGETHER, None, ("all_reduce", "transfers", "many_in_flight")),
     ],

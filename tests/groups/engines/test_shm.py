@@ -25,7 +25,7 @@ def do_everything(meeting: Meeting) -> None:
         check_all_collectives(group)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_every_collective_over_processes(size: int) -> None:
     spawn_ranks(size, do_everything)
 
