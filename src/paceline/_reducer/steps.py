@@ -23,8 +23,7 @@ _handle: list[RemovableHandle] = []  # torch's
 def look_before_steps(owner: Owner, look: Callable[[Owner, Optimizer], None]) -> None:
     """Call ``look(owner, optimizer)`` before every step, as long as ``owner`` lives."""
     _looks[owner] = look
-    if not _handle:
-        _handle.append(register_optimizer_step_pre_hook(_ask_all))
+    _come()
 
 
 def stop_looking(owner: object) -> None:
@@ -39,11 +38,21 @@ def steps(optimizer: Optimizer) -> set[int]:
 
 
 def _ask_all(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for owner, look in list(_looks.items()):
-        look(owner, optimizer)
+    for known in _looks.keyrefs():  # a list made at once: another thread may add an owner
+        owner = known()
+        look = None if owner is None else _looks.get(owner)
+        if look is not None:
+            look(owner, optimizer)
     _leave_if_empty()
+
+
+def _come() -> None:
+    if not _handle:
+        _handle.append(register_optimizer_step_pre_hook(_ask_all))
 
 
 def _leave_if_empty() -> None:
     if not _looks and _handle:
         _handle.pop().remove()
+        if _looks:  # one that came meanwhile, in another thread
+            _come()
