@@ -39,13 +39,13 @@ __all__ = ["gather", "mean", "sum", "weighted_mean"]
 
 
 def sum(values: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of all rows of all ranks: int64 for integers and bools, else float64."""
+    """Return the sum of all rows of all ranks: int64 for integers and bools, else float64."""
     shards = _meet("sum", values, group)
     return shards.total(_widened(shards.own).sum(0))
 
 
 def mean(values: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
-    """The mean of all rows of all ranks, as float64; NaN when there are none."""
+    """Return the mean of all rows of all ranks as float64; NaN if there are none."""
     shards = _meet("mean", values, group)
     return _floating(shards.total(_widened(shards.own).sum(0))) / builtins.sum(shards.rows)
 
@@ -53,10 +53,10 @@ def mean(values: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
 def weighted_mean(
     values: Tensor | float, weights: Tensor | float, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The mean of all rows of all ranks, each counted by its weight, as float64.
+    """Return the weighted mean of all rows of all ranks as float64.
 
-    ``weights`` has one number for each row. A row of weight 0 does not count, even if it is NaN,
-    such as the mean loss of an empty batch. The result is NaN when all weights are 0.
+    ``weights`` has one number for each row. A row with weight 0 is ignored, even if it is NaN, such
+    as the mean loss of an empty batch. If all weights are 0, the result is NaN.
     """
     shards = _meet("weighted_mean", values, group, weights)
     rows = _floating(_widened(shards.own))
@@ -67,7 +67,7 @@ def weighted_mean(
 
 
 def gather(values: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
-    """All rows of all ranks, in the order of ranks, on every rank."""
+    """Return all rows of all ranks, in the order of ranks, on every rank."""
     shards = _meet("gather", values, group)
     return torch.cat(shards.all_gather(shards.own, shards.rows)).to(shards.home)
 

@@ -47,14 +47,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one rank knows of the others: its number, how many there are, where they meet."""
+    """What a rank needs to find the others: its rank, their number, and the store."""
 
     rank: int
     size: int
     store_path: str
 
     def store(self, timeout: timedelta | None = None) -> FileStore:
-        """Open the store that all ranks share; each call gives a new handle to the same keys."""
+        """Open the store that all ranks share; each call opens a new connection to it."""
         # Without the size: with it, the file goes once that many handles are closed, be they all
         # of one rank. spawn_ranks removes it.
         store = FileStore(self.store_path)
@@ -63,9 +63,9 @@ class Meeting:
         return store
 
     def new_group(self, backend: str, **options: Any) -> Group:
-        """Open a group of all ranks; ``options`` go to :func:`paceline.groups.new_group`.
+        """Open a group of all ranks; ``options`` are passed to :func:`paceline.groups.new_group`.
 
-        Every rank must call it. The caller owns the group and shuts it down.
+        Every rank must call it. Shut the group down when you are done.
         """
         return new_group(
             backend, store=self.store(), rank=self.rank, world_size=self.size, **options
@@ -94,17 +94,17 @@ def _check_numbers(caller: str, n: int, deadline: float) -> None:
 
 
 def run_ranks(n: int, fn: Callable[[Group], R], *, deadline: float = 30.0) -> list[R]:
-    """Call ``fn(group)`` on ``n`` threads and return what each returned, by rank.
+    """Call ``fn(group)`` on ``n`` threads and return the results by rank.
 
-    Each thread gets its rank's end of one group of the ``threads`` backend; ``fn`` may be any
-    function, also a lambda or a closure. When it returns, the group is shut down, and so are those
-    that were split off it: a rank that still waits for this one fails at once.
+    Each thread gets its rank's object of one group with the ``threads`` backend. ``fn`` may be any
+    function, also a lambda or a closure. When it returns, its group is shut down, together with
+    groups split from it; a rank that still waits for this one fails at once.
 
-    A rank that raises has its groups aborted, so that the others do not wait for it; they have five
-    seconds to end. All have ``deadline`` seconds; then every group is aborted. Either raises
-    :class:`~paceline.errors.RanksFailedError` with the tracebacks, the first failure first and its
-    exception as the cause; of hung ranks it has the stacks. A thread cannot be killed: one that
-    hangs outside its group stays until it ends by itself. ::
+    If a rank raises, its groups are aborted, so that the others do not wait for it; they have five
+    seconds to end. After ``deadline`` seconds all groups are aborted. Both raise
+    :class:`~paceline.errors.RanksFailedError` with the tracebacks, the first failure first, with
+    its exception as the cause, and with the stacks of ranks that hang. A thread cannot be killed:
+    one that hangs outside its group stays until it ends. ::
 
         def test_the_sum_reaches_every_rank():
             def total(group):
@@ -214,9 +214,9 @@ def _await_threads(
 
 
 class Cue:
-    """A collective of one rank that a test has singled out; until :meth:`remove`, or a ``with``.
+    """A collective of one rank that a test has selected, until :meth:`remove` or the end of a block.
 
-    ``reached`` is set when the rank has come to it. Only that one collective is affected.
+    ``reached`` is set when the rank has reached it. Only that one collective is affected.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Cue:
             self._act(call)
 
     def remove(self) -> None:
-        """Forget about it; whoever is in it already stays in it."""
+        """Cancel the cue; a rank that has reached the collective already stays in it."""
         self._handle.remove()
 
     def __enter__(self) -> Self:
@@ -262,11 +262,12 @@ def fail_on_cue(
     when: Literal["before", "after"] = "before",
     error: BaseException | Callable[[], BaseException] | None = None,
 ) -> Cue:
-    """Make one collective of this rank raise, the one that comes after ``after`` others.
+    """Make one collective of this rank raise: the one that follows ``after`` others.
 
-    ``operation`` counts only collectives of that name, such as ``"all_reduce"`` or ``"send"``. They
-    raise ``error``, or a PeerDiedError that names the next rank: ``before`` anything is sent, so
-    that the other ranks wait in vain, or ``after`` it has succeeded on this rank. ::
+    With ``operation`` only collectives of that name count, such as ``"all_reduce"`` or ``"send"``.
+    It raises ``error``, or a PeerDiedError that names the next rank. It does so ``before`` anything
+    is sent, so that the other ranks wait in vain, or ``after`` the collective has succeeded
+    here. ::
 
         def one_rank(group):
             if group.rank() == 0:
@@ -296,15 +297,15 @@ def hold_on_cue(
     after: int = 0,
     when: Literal["before", "after"] = "before",
 ) -> Cue:
-    """Make one collective of this rank wait for ``until``; which one, as in :func:`fail_on_cue`.
+    """Make one collective of this rank wait for ``until``; :func:`fail_on_cue` says which one.
 
-    The rank stands still, and nobody needs to sleep::
+    Tests can hold a rank this way without sleeping::
 
         released = threading.Event()
         cue = hold_on_cue(group, released)
         ...  # in another thread:
         cue.reached.wait()  # the rank is there
-        released.set()  # and goes on
+        released.set()  # and continues
     """
 
     def act(call: Call) -> None:
@@ -341,24 +342,23 @@ def spawn_ranks(
     env: Mapping[str, str] | None = None,
     may_die: Collection[int] = (),
 ) -> list[R]:
-    """Call ``fn(meeting, *args)`` in ``n`` processes and return what each returned, by rank.
+    """Call ``fn(meeting, *args)`` in ``n`` processes and return the results by rank.
 
-    ``fn`` must be importable by name: a function at the top of a module, not a lambda or a closure.
-    It, ``args``, and results travel by pickle, tensors by value. In each process
+    ``fn`` must be importable: a function at the top of a module, not a lambda or a closure. ``fn``,
+    ``args`` and the results are pickled, with tensors by value. In each process
 
-    - ``meeting`` is its :class:`Meeting`; its store is empty and gone afterwards;
-    - the environment is this process's, as it is now, with ``RANK``, ``WORLD_SIZE``,
-      ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` for ``env://``, and
-      ``env`` on top;
-    - the output goes where this process's goes, and torch computes with one thread.
+    - ``meeting`` is its :class:`Meeting`, with an empty store;
+    - the environment is that of this process, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+      ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` for ``env://``, and with ``env``;
+    - output goes where the output of this process goes, and torch uses one thread.
 
-    Once all have started, they have ``deadline`` seconds; then those that still run are killed.
-    When a rank fails, the others have five seconds to end, and are then killed. Either raises
-    :class:`~paceline.errors.RanksFailedError` with the tracebacks, the first failure first and its
-    exception as the cause; of hung ranks it has the stacks. A rank that dies without a word has
-    failed, except for those in ``may_die``: their result is then None.
+    After all processes have started they have ``deadline`` seconds; then those still running are
+    killed. If a rank fails, the others have five seconds to end before they are killed. Both raise
+    :class:`~paceline.errors.RanksFailedError` with the tracebacks, the first failure first, with
+    its exception as the cause, and with the stacks of ranks that hang. A rank that dies without an
+    exception has failed too, except for those in ``may_die``, whose result is None.
 
-    As with any use of :mod:`multiprocessing`, a script that calls this needs the usual
+    As always with :mod:`multiprocessing`, a script that calls this needs
     ``if __name__ == "__main__":``. ::
 
         def total(meeting):

@@ -23,12 +23,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, with a name for the one thing that a subclass may do otherwise."""
+    """torch's GradScaler, with a public name for the method that a subclass overrides."""
 
     def unscale_grads(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scale; for each device, whether something is not finite."""
+        """Divide the gradients by the scale; return for each device whether one was not finite."""
         usual: Any = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return dict(usual)
 

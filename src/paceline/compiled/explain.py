@@ -82,12 +82,12 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """What a rank gives in all."""
+        """The total number of bytes that a rank contributes."""
         return sum(c.nbytes for c in self.collectives)
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends in all, at least."""
+        """The least total number of bytes that a rank sends."""
         return sum(c.wire_bytes for c in self.collectives)
 
     def __str__(self) -> str:
@@ -102,10 +102,11 @@ def explain(
     rank: int = 0,
     **kwargs: Any,
 ) -> Schedule:
-    """The collectives of ``step(*args, **kwargs)``; nothing is run and nobody is waited for.
+    """Return the collectives of ``step(*args, **kwargs)``, without running anything.
 
-    With ``world_size``, every Group among the arguments, and the current group, is replaced by one
-    that has so many ranks and no peers. The step must be one graph, or made by ``train_step``.
+    With ``world_size``, the current group and every Group among the arguments are replaced by
+    groups of that many ranks that do not communicate. The step must be one graph, or made by
+    ``train_step``.
     """
     if hasattr(step, "plan"):
         own: Schedule = step.plan(*args, world_size=world_size)

@@ -305,10 +305,11 @@ class KeptHooks:
 
 
 def keep_hooks(model: nn.Module) -> KeptHooks:
-    """Put gates around every module of ``model`` that has full backward hooks or pre-hooks.
+    """Make compiled code call the full backward hooks and pre-hooks of all modules of ``model``.
 
-    Until ``remove()`` the hooks are called by the gates, in eager mode and in compiled code alike.
-    Hooks that no gate can call (of the old ``register_backward_hook``, of all modules) are refused.
+    Until ``remove()``, identity functions around each module ("gates") call the hooks, in eager
+    mode and in compiled code. Hooks that a gate cannot call (``register_backward_hook``, global
+    hooks) raise an error.
     """
     _offer()
     refuse_hooks(model, gated=True)
@@ -342,13 +343,13 @@ def _gated(name: str, module: nn.Module) -> _GatedForward:
 
 
 def gradient_hook(hook: Callable[[Tensor], Tensor | None]) -> PassageGate:
-    """``hook`` for :func:`on_gradient`; to be made outside the graph."""
+    """Return ``hook`` in the form that :func:`on_gradient` needs; call it outside the graph."""
     _offer()
     return PassageGate(TensorPassage(hook))
 
 
 def on_gradient(tensor: Tensor, hook: PassageGate) -> Tensor:
-    """``tensor``, with ``hook`` called on its gradient; use what is returned in its place."""
+    """Return ``tensor`` with ``hook`` on its gradient; use the result in place of ``tensor``."""
     call = torch.ops.paceline.begin(hook)
     passed: Tensor = _through(_Leaving, hook, call, (tensor,))[0]
     return passed
@@ -358,9 +359,9 @@ def on_gradient(tensor: Tensor, hook: PassageGate) -> Tensor:
 
 
 def hooks_of(model: nn.Module, *, gated: bool = False) -> Iterator[str]:
-    """Every hook that a traced backward pass would not call, in words.
+    """Return a description of every hook that a traced backward pass would not call.
 
-    ``gated``: leave out those that :func:`keep_hooks` keeps, and those of parameters, which an
+    ``gated`` leaves out those that :func:`keep_hooks` keeps, and the hooks of parameters, which an
     eager backward pass calls.
     """
     if has_global_backward_hooks():
@@ -383,7 +384,7 @@ def hooks_of(model: nn.Module, *, gated: bool = False) -> Iterator[str]:
 
 
 def refuse_hooks(model: nn.Module, *, gated: bool = False) -> None:
-    """Raise with the names of the hooks that would be lost, if there are any."""
+    """Raise an error that names the hooks that compiled code would not call, if there are any."""
     if lost := tuple(hooks_of(model, gated=gated)):
         raise HookRefusedError(lost)
 

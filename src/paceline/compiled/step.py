@@ -44,18 +44,18 @@ log = logging.getLogger("paceline.compiled")
 def train_step(
     ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, **options: Any
 ) -> Step | ShardStep:
-    """A function of a batch that trains one step and returns this rank's loss::
+    """Return a function that trains one step on a batch and returns the loss of this rank::
 
         step = paceline.compiled.train_step(ddp, optimizer, lambda model, x, y: f(model(x), y))
         for x, y in loader:
             loss = step(x, y)
 
-    Every rank calls it, and all make their first step together: ranks compile in turns. ``loss_fn``
-    gets the wrapped module and the batch. A step is what ``zero_grad``, forward, ``backward`` and
-    ``optimizer.step`` do together; parameters, buffers and the optimizer's state are changed where
-    they are, so eager steps may come in between. For a model that is wrapped with ``shards``, it is
-    a function of a step of a ``ShardedLoader`` instead (:class:`ShardStep`). ``options`` are the
-    fields of :class:`Settings`.
+    Every rank calls it, and all ranks make their first step together, because they compile in
+    turns. ``loss_fn`` gets the wrapped module and the batch. A step does what ``zero_grad``,
+    forward, ``backward`` and ``optimizer.step`` do. Parameters, buffers and optimizer state are
+    updated in place, so you can mix it with eager steps. If the model is wrapped with ``shards``,
+    the function takes a step of a ``ShardedLoader`` instead (:class:`ShardStep`). ``options`` are
+    the fields of :class:`Settings`.
     """
     if not issubclass(type(ddp), DistributedDataParallel):  # torch's may pass for one by isinstance
         raise ModuleTypeError(
@@ -68,7 +68,7 @@ def train_step(
 
 
 class Step:
-    """What :func:`train_step` returns."""
+    """The function that :func:`train_step` returns."""
 
     def __init__(
         self, ddp: DistributedDataParallel, optimizer: Optimizer, loss_fn: Loss, settings: Settings
@@ -120,9 +120,9 @@ class Step:
                 return self._step(batch, last=last)
 
     def plan(self, *batch: Any, world_size: int | None = None) -> Schedule:
-        """The collectives of a step, read from its graph; nothing is run, nobody is waited for.
+        """Return the collectives of a step, read from its graph, without running anything.
 
-        With ``world_size``, as if the group had so many ranks.
+        With ``world_size``, for a group of that many ranks.
         """
         return step_plan.plan(self._binding, self._wire.reducer, batch, world_size)
 

@@ -1,4 +1,4 @@
-"""ShardedLoader: the samples of a step, shard by shard, the same for any number of ranks."""
+"""ShardedLoader: the samples of a step in shards, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["ShardedLoader", "ShardedStep"]
 
 
 class ShardedLoader:
-    """This rank's shards of every step of an epoch, on any number of ranks the same shards.
+    """Yields the steps of an epoch, and for each step the shards that this rank computes.
 
-    A step has ``batch`` samples, counted over all ranks, in ``shards`` parts that differ by one
-    sample at most. Neither changes in the life of a run. Which samples a shard has follows from
-    seed, epoch, step and shard; so do the random numbers that dataset and ``collate_fn`` draw,
-    whichever rank or worker fetches it. Each sample comes once in an epoch. The last step has what
-    is left; if that is less than a sample for each shard, it goes into the step before. With
-    ``drop_last`` it is left out instead. ::
+    A step has ``batch`` samples over all ranks, divided into ``shards`` parts whose sizes differ by
+    at most one. Both are fixed for a whole run. The samples of a shard depend only on seed, epoch,
+    step and shard, and so do the random numbers that the dataset and ``collate_fn`` draw: it does
+    not matter which rank or worker loads it. Each sample is used once per epoch. The last step has
+    the remaining samples; if these are fewer than ``shards``, they are added to the step before, or
+    dropped with ``drop_last``. ::
 
         loader = ShardedLoader(dataset, shards=8, batch=64, group=group)
         for epoch in range(loader.epoch, epochs):
@@ -37,15 +37,15 @@ class ShardedLoader:
                         loss(ddp(x), y).backward()
                 optimizer.step()
 
-    One ``for`` is one epoch, and the next one the next: there is no ``set_epoch`` to forget. After
-    a ``break`` it goes on with the next step. The dataset is read by index, so it has to have a
-    length, and an ``IterableDataset`` is refused. ``num_workers`` and all further options are those
-    of ``torch.utils.data.DataLoader``; workers fetch ahead, whole shards, and live as long as the
-    loader.
+    Each iteration is one epoch, so there is no ``set_epoch``. After a ``break`` the next iteration
+    continues with the next step. The dataset must be a map-style dataset with a length.
+    ``num_workers`` and all other options are those of ``torch.utils.data.DataLoader``; workers load
+    whole shards ahead, and live as long as the loader.
 
-    Ranks are those of ``group`` (which may be a wrapped model), of the current group, or of torch's
-    default group, as they are when a step is iterated; or ``members``, a number of ranks or a list.
-    ``share`` says who computes which shard; it is called, and called like, :func:`share_out`.
+    Shards are divided among the ranks of ``group`` (which may be a wrapped model), of the current
+    group, or of torch's default group, as they are when a step is iterated; or among ``members``, a
+    number of ranks or a list. ``share`` is the function that divides them, by default
+    :func:`share_out`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShardedLoader:
         self.seek(self._epoch + 1)
 
     def next_step(self) -> ShardedStep:
-        """The step that is given out next; after the last of an epoch the first of the next one."""
+        """The step that comes next; after the last step of an epoch, the first of the next."""
         if self._step >= len(self):
             self.seek(self._epoch + 1)
         if self._step == 0:
@@ -108,43 +108,43 @@ class ShardedLoader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all steps of this epoch are given out."""
+        """Whether all steps of this epoch have been yielded."""
         return self._step >= len(self)
 
     @property
     def epoch(self) -> int:
-        """The epoch that an iteration would be in now."""
+        """The epoch of the next iteration."""
         return self._epoch
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Give out ``step`` of ``epoch`` next."""
+        """Continue with ``step`` of ``epoch``."""
         if not 0 <= step <= len(self) or epoch < 0:
             raise LoaderStateError("step", (epoch, step), f"{len(self)} steps in an epoch")
         self._epoch, self._step = epoch, step
 
     def fetch(self, step: int, index: int, *, epoch: int | None = None) -> tuple[Shard, Any]:
-        """Any shard of any step, whoever's it is, fetched here and now; of this epoch by default.
+        """Load any shard of any step in this process; by default of the current epoch.
 
-        It is the same shard, to the bit, wherever and however often it is fetched.
+        A shard is always bitwise the same, no matter where and how often it is loaded.
         """
         request = self._request(self._epoch if epoch is None else epoch, step, index)
         (batch,) = data_loader(self._samples, [request], self._here)
         return request.shard, batch
 
     def close(self) -> None:
-        """End the workers; the next iteration starts others."""
+        """Stop the workers; the next iteration starts new ones."""
         self._ahead.drop()
 
     # -- ranks --------------------------------------------------------------------------------
 
     @property
     def group(self) -> Any:
-        """The group whose ranks share the shards out, as it was given."""
+        """The group that was given, whose ranks compute the shards."""
         return self._group
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that share the shards out. May be set, between steps and within one."""
+        """The ranks that compute the shards. You can set it between steps or during one."""
         given = self._members
         given = rank_and_size(self._group)[1] if given is None else given
         return tuple(range(given)) if isinstance(given, int) else tuple(given)
@@ -159,7 +159,7 @@ class ShardedLoader:
         return rank_and_size(self._group)[0] if self._rank is None else self._rank
 
     def share_of(self, step: int) -> tuple[int, ...]:
-        """Which shards of ``step`` this rank computes, as the ranks are now."""
+        """Return the shards of ``step`` that this rank computes, with the current ranks."""
         count = self._cut.shards
         found = tuple(self.share(count, self.members, self.rank, step=step))
         if not set(found) <= set(range(count)) or len(set(found)) != len(found):
@@ -170,14 +170,14 @@ class ShardedLoader:
     # -- where it stands ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on from here, on any number of ranks; the same on every rank.
+        """Return the state to continue from here, on any number of ranks; it is equal on all ranks.
 
-        A step counts as done when it has been given out, whatever workers have fetched ahead.
+        A step counts as done once it has been yielded, even if workers have loaded further ahead.
         """
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was saved: the next step is the one that came next there."""
+        """Continue from where ``state_dict`` was saved, with the step that came next."""
         self._measure()
         for field, value in self._identity().items():
             if state_dict.get(field) != value:
@@ -199,7 +199,7 @@ class ShardedLoader:
     # -- samples ------------------------------------------------------------------------------
 
     def shard(self, epoch: int, step: int, index: int) -> Shard:
-        """The name of a shard, without its samples."""
+        """Return the description of a shard, without its samples."""
         samples = len(self._cut.shard(step, index))
         return Shard(self.seed, step, index, self._cut.shards, epoch, samples, self._source)
 
@@ -269,10 +269,10 @@ class ShardedLoader:
 
 @dataclass(frozen=True, slots=True)
 class ShardedStep:
-    """This rank's part of one step: iterate for its shards, each with its batch.
+    """This rank's part of one step; iterate over it to get its shards and their batches.
 
-    Whose shards are whose is asked for when an iteration begins. To do a step again after ranks
-    were lost, iterate it again: it then has what this rank has to do now.
+    Shards are divided among the ranks when an iteration begins. To repeat a step after ranks were
+    lost, iterate it again: it then yields the shards that this rank has to compute now.
     """
 
     loader: ShardedLoader
@@ -287,12 +287,12 @@ class ShardedStep:
             yield self.take(shard.index)
 
     def take(self, index: int) -> tuple[Shard, Any]:
-        """One shard of it, whoever's it is, with its batch; by workers where there are any."""
+        """Return any shard of the step with its batch; workers load it if there are any."""
         return self.loader._take(self.epoch, self.number, index)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards that this rank computes, as the ranks are now."""
+        """The shards that this rank computes, with the current ranks."""
         indices = self.loader.share_of(self.number)
         return tuple(self.loader.shard(self.epoch, self.number, index) for index in indices)
 

@@ -48,14 +48,14 @@ _turns = _ThreadTurns()
 def keyed_random(
     shard: Shard, devices: Iterable[torch.device | str | int] = (), *, purpose: str = "training"
 ) -> Iterator[None]:
-    """Inside, random numbers are those of ``shard``; after it, those from before go on.
+    """Inside this context random numbers are those of ``shard``; after it, the old ones continue.
 
-    That is torch's on the CPU and on ``devices``, Python's ``random`` and, where numpy has been
-    imported, ``numpy.random``. Whatever happens inside, an exception included, they are left as
-    they were found. Another ``purpose`` gives other numbers for the same shard.
+    This covers torch on the CPU and on ``devices``, Python's ``random``, and ``numpy.random`` if
+    numpy has been imported. Their states are restored at the end, also after an exception. Another
+    ``purpose`` gives other numbers for the same shard.
 
-    These generators belong to the process. Where ranks are threads of one, their blocks take turns;
-    so none may wait inside for what another thread does in a block of its own.
+    The generators belong to the process. If ranks are threads of one process, their blocks run one
+    after the other; so a block must not wait for another thread's block.
     """
     with _turns.taken():
         yield from _keyed(shard.key(purpose), devices)

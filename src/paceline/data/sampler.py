@@ -32,19 +32,19 @@ __all__ = ["DistributedSampler"]
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):
-    """This rank's samples of each epoch; in place of ``torch.utils.data.DistributedSampler``.
+    """The samples of this rank in each epoch; replaces ``torch.utils.data.DistributedSampler``.
 
-    Without ``num_replicas`` and ``rank`` these are the size and rank of ``group``, else of the
-    current process group, else of torch's default group. ``group`` may be a wrapped model: then it
-    is the model's. They are asked for whenever an iteration begins, so when the group has other
-    ranks (``Group.reconfigure``), or the model another group, the samples that are left are dealt
-    to those: ``sampler.load_state_dict(sampler.state_dict())``. The order is torch's for the same
-    ``seed`` and epoch. With ``drop_last`` the samples that do not go around are left out, so that
-    all ranks have equally many.
+    No sample is repeated: ranks may have unequal numbers of samples. ``num_replicas`` and ``rank``
+    default to the size and rank of ``group``, else of the current process group, else of torch's
+    default group. ``group`` may be a wrapped model, whose group is then used. They are read when an
+    iteration begins. If the ranks of the group have changed since (``Group.reconfigure``),
+    ``sampler.load_state_dict(sampler.state_dict())`` divides the remaining samples among the new
+    ranks. The order is that of torch for the same ``seed`` and epoch. ``drop_last`` drops the
+    samples that cannot be divided equally.
 
-    As with torch's, call :meth:`set_epoch` before each epoch. ``len`` is the number of samples that
-    the next iteration gives on this rank. It goes into ``torch.utils.data.DataLoader`` and into
-    torchdata's ``StatefulDataLoader``, whose state then includes this one's. ::
+    As with torch's sampler, call :meth:`set_epoch` before each epoch. ``len`` is the number of
+    samples in the next iteration on this rank. It works with ``torch.utils.data.DataLoader`` and
+    with torchdata's ``StatefulDataLoader``, whose state then includes that of the sampler. ::
 
         sampler = DistributedSampler(dataset)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -86,7 +86,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     @property
     def rank(self) -> int:
-        """This rank, as the group counts now."""
+        """The current rank in the group."""
         given = self._given[0]
         return self._now()[0] if given is None else given
 
@@ -96,7 +96,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks the group has now."""
+        """The current number of ranks in the group."""
         given = self._given[1]
         return self._now()[1] if given is None else given
 
@@ -117,12 +117,12 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """How many samples a whole epoch has on all ranks together."""
+        """The number of samples of a whole epoch, on all ranks together."""
         return self._end(0)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """How many samples a whole epoch has on this rank."""
+        """The number of samples of a whole epoch on this rank."""
         return len(self._own(0))
 
     def __len__(self) -> int:
@@ -183,17 +183,17 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     # -- where it stands ----------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``, unless that is the epoch it is in."""
+        """Set the epoch, and start at its beginning unless it is the current one."""
         self._knows_epoch = True
         if epoch != self.epoch:
             self.epoch, self._start, self._position = epoch, 0, 0
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
-        """What it takes to go on from here, on any number of ranks.
+        """Return the state to continue from here, on any number of ranks.
 
-        ``position`` is how many samples of this epoch all ranks together are done with. Without it,
-        every rank is taken to have drawn as many samples as this one. A ``DataLoader`` with workers
-        draws ahead, so give it the number there; ``StatefulDataLoader`` takes care of that itself.
+        ``position`` is the number of samples of this epoch that all ranks together have used. By
+        default it is computed from the samples that this rank has drawn. A ``DataLoader`` with
+        workers draws ahead, so pass the number there; ``StatefulDataLoader`` does it for you.
         """
         return {
             "epoch": self.epoch,
@@ -204,9 +204,9 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was saved, with the next iteration.
+        """Continue in the next iteration from where ``state_dict`` was saved.
 
-        All ranks load the same one; if each had saved its own, any of them will do.
+        All ranks load the same one; if each rank has saved its own, any of them works.
         """
         here = {"seed": self.seed, "shuffle": self.shuffle, "length": self._length}
         for field, value in here.items():

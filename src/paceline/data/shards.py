@@ -21,12 +21,12 @@ _LIMIT = 1 << 64  # numbers are packed as eight bytes into keys
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the ``count`` parts of the global batch of a step, the one with number ``index``.
+    """One of the ``count`` parts of the global batch of a step; ``index`` is its number.
 
-    ``step`` counts from 0, within ``epoch``; whoever has no epochs counts all steps and leaves
-    ``epoch`` at 0. ``samples`` is how many samples it has, which is what it weighs in an average
-    over samples; 0 is a shard with nothing in it, still one of ``count``. ``source`` says in words
-    what it was cut from: ranks whose shards differ in it do not have parts of one batch.
+    ``step`` counts from 0 within ``epoch``; without epochs, count all steps and leave ``epoch`` at
+    0. ``samples`` is the number of samples, which is its weight in an average over samples; a shard
+    with 0 samples is allowed. ``source`` describes the data it was cut from: ranks whose shards
+    have different sources do not work on one batch.
     """
 
     seed: int
@@ -47,15 +47,15 @@ class Shard:
 
     @property
     def place(self) -> str:
-        """Which step it belongs to, in words that are the same for all shards of it."""
+        """A description of the step, equal for all its shards."""
         source = f", of {self.source}" if self.source else ""
         return f"step {self.step} of epoch {self.epoch} with seed {self.seed}{source}"
 
     def key(self, purpose: str = "training") -> bytes:
-        """32 bytes that follow from seed, epoch, step and index; others for another ``purpose``.
+        """Return 32 bytes that depend on seed, epoch, step, index and ``purpose`` only.
 
-        A hash, not a sum: with ``seed + step`` the second step of seed 0 would have the random
-        numbers of the first step of seed 1. ``count``, ``samples`` and ``source`` have no part.
+        It is a hash. With a sum such as ``seed + step``, the second step of seed 0 would have the
+        random numbers of the first step of seed 1.
         """
         numbers = (self.seed, self.epoch, self.step, self.index)
         packed = b"".join(number.to_bytes(8, "little") for number in numbers)
@@ -65,12 +65,11 @@ class Shard:
 def share_out(
     count: int, members: int | Sequence[int], rank: int, *, step: int = 0
 ) -> tuple[int, ...]:
-    """Which of ``count`` shards ``rank`` computes: every shard has one owner, none has two.
+    """Return which of ``count`` shards ``rank`` computes; each shard is computed by one rank.
 
-    ``members`` is the number of ranks, or the ranks themselves where some are missing; their order
-    does not matter. Each gets a run of neighbouring shards, and none more than one shard above
-    another. Where ``count`` does not go around, the first members get one more; with ``step``
-    those that do move on by one from step to step.
+    ``members`` is the number of ranks, or the list of ranks if some are missing, in any order. Each
+    rank gets consecutive shards, and their numbers differ by at most one. If ``count`` cannot be
+    divided equally, the first members get one more; with ``step`` these change from step to step.
     """
     ranks = range(members) if isinstance(members, int) else sorted(members)
     if len(set(ranks)) != len(ranks) or rank not in ranks:

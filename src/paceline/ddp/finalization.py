@@ -7,7 +7,7 @@ from .replica import Replica
 
 
 class ManualFinalization:
-    """The part of the wrapper by which a program waits for averages itself."""
+    """How a program waits for the averages itself; a part of the wrapper."""
 
     replica: Replica
     mixed_precision: object
@@ -17,15 +17,15 @@ class ManualFinalization:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether the program waits for the averages itself, by :meth:`finalize_backward`.
+        """Whether the program itself waits for the averages, with :meth:`finalize_backward`.
 
-        Set it before a forward. A backward pass then returns with its buckets on their way, and
-        other work can go on meanwhile; ``.grad`` is None until the averages are there::
+        Set it before a forward. A backward pass then returns while its buckets are still being
+        averaged, so that you can do other work; ``.grad`` is None until the averages are there::
 
             ddp.require_manual_backward_finalization = True
             for batch in loader:
                 loss(ddp(batch)).backward()
-                exchange_embeddings()  # while the gradients travel
+                exchange_embeddings()  # while gradients are averaged
                 ddp.finalize_backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -41,23 +41,24 @@ class ManualFinalization:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether :meth:`finalize_backward` must wait until the backward pass has returned.
+        """Whether :meth:`finalize_backward` must be called after the backward pass has returned.
 
-        Asked after a forward. Where it is False, a hook may call it inside the backward pass, once
-        every parameter has its gradient. True in the first pass and wherever the order of
-        gradients is learned, with mixed precision, and for models with parameters that are not
-        used, or that get gradients several times; False when averages are not awaited by hand.
+        Read it after a forward. If it is False, a hook may call :meth:`finalize_backward` inside
+        the backward pass, once every parameter has its gradient. It is True in the first pass and
+        whenever the order of gradients is learned, with mixed precision, and for models with unused
+        parameters or with parameters that get several gradients. It is False if
+        :attr:`require_manual_backward_finalization` is.
         """
         if not self._require_manual_backward_finalization:
             return False
         return self.mixed_precision is not None or self.replica.reducer.finalization.after_backward
 
     def finalize_backward(self) -> None:
-        """Wait for the averages of the last backward pass: ``.grad`` holds them when it returns.
+        """Wait for the averages of the last backward pass; ``.grad`` holds them when it returns.
 
-        Every rank calls it once for each backward pass that is averaged, in the same place among
-        its collectives. Whatever the pass came to, such as the failure of another rank, is raised
-        here. On a GPU the current stream waits, not the program.
+        Every rank calls it once for each backward pass that averages, at the same place among its
+        collectives. It raises the errors of the pass, such as the failure of another rank. On a GPU
+        the current stream waits, not the program.
         """
         self._check_manual_backward_finalization_supported()
         self.replica.reducer.finalization.finalize()

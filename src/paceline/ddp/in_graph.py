@@ -57,10 +57,10 @@ def number(ddp: DistributedDataParallel) -> Tensor:
 
 
 def wrapper_numbered(number: Tensor) -> DistributedDataParallel:
-    """The wrapper of that number."""
+    """Return the wrapper with this number."""
     return _wrappers[int(number)]
 
 
 def forward_in_graph(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """The forward that ``torch.compile`` meets; ``paceline.compiled`` has it trace another one."""
+    """The forward that ``torch.compile`` sees; ``paceline.compiled`` makes it trace another one."""
     return ddp.traced.eager_forward(*inputs, **kwargs)

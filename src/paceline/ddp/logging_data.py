@@ -191,5 +191,5 @@ NCCL_COLLNET_ENABLE NCCL_TOPO_FILE NCCL_TOPO_DUMP_FILE TORCH_NCCL_ASYNC_ERROR_HA
 
 
 def dump_environment() -> None:
-    """Print the variables one may want to see when ranks do not find each other."""
+    """Print the environment variables that matter when ranks do not find each other."""
     print("\n".join(f"env:{name}={os.environ.get(name, 'N/A')}" for name in _RELEVANT.split()))

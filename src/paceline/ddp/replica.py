@@ -72,7 +72,7 @@ class SampleCount:
 
 
 class Replica:
-    """Averages the gradients of ``module`` over ``group`` and keeps its buffers alike."""
+    """Averages the gradients of ``module`` over ``group``, and synchronizes its buffers."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Replica:
             verify(self.group, describe(self.trained.all), self._given, self.group.device)
 
     def broadcast(self, root: int, *, buffers: bool = True) -> None:
-        """Give every rank the root's parameters and buffers."""
+        """Broadcast the parameters and buffers of the root."""
         tensors = [local(p.detach()) for p in self.trained.all.values()]
         if buffers:
             tensors += self.buffers.named().values()
@@ -178,7 +178,7 @@ class Replica:
     # -- around a forward ---------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Buffers alike, and the reducer ready for the backward that may follow."""
+        """Synchronize buffers, and prepare the reducer for a backward pass."""
         inside_backward = current_task() != NO_TASK
         if torch.is_grad_enabled() and not inside_backward:
             self.averaging.note_forward()
@@ -196,7 +196,7 @@ class Replica:
             self.hear()
 
     def refuse_unfinalized(self) -> None:
-        """Raise if a forward that trains begins before the averages of the last pass are there."""
+        """Raise if training continues before the averages of the last pass were waited for."""
         if torch.is_grad_enabled() and current_task() == NO_TASK:
             self.reducer.finalization.refuse_pending("a forward")
 
@@ -226,19 +226,19 @@ class Replica:
         self.reducer.expect_backward(tensors_in(list(outputs)))
 
     def expect_no_backward(self) -> None:
-        """The gradients of the last forward were averaged with it."""
+        """Note that the gradients of the last forward have been averaged already."""
         self.reducer.expect_no_backward()
 
     def read_late(self) -> None:
-        """From now on do as on a device, wherever the parameters are; every rank calls it."""
+        """Read failures of other ranks a pass late, as on a GPU; every rank calls it."""
         self.reducer.read_late()
         pending.watch(self)
 
     def hear(self) -> None:
-        """Raise if a rank could not go on in the last pass, where that is known a pass late only.
+        """Raise if a rank failed in the last pass, if this becomes known only a pass late.
 
-        Called where somebody relies on what the last pass left: before a state dict, at ``eval()``,
-        in a forward without gradients, at the end of the group.
+        Called where the result of the last pass is used: before a state dict, at ``eval()``, in a
+        forward without gradients, at the end of the group.
         """
         if current_task() == NO_TASK:
             for reducer in (self.reducer, *self.companions):
@@ -258,28 +258,28 @@ class Replica:
         self.told_of = error
 
     def leave_layers(self) -> None:
-        """Let no rank wait in a layer for this one, which comes there no more."""
+        """Free ranks that wait in a layer for this one, which will not get there."""
         if self.layers is not None:
             self.layers.abort()
 
     def enter_join(
         self, *, by_active: bool, before_failing: Callable[[], None] | None = None
     ) -> None:
-        """Ranks may run out from now on: ``by_active``, means are over those that have not.
+        """Begin a Join: ranks may run out; with ``by_active`` means are over those that have not.
 
-        ``before_failing`` frees ranks that wait in a layer for this one, should it fail.
+        ``before_failing`` frees ranks that wait in a layer for this one, if it fails.
         """
         self.joined_once = True
         self.reducer.mean_over_active(by_active)
         self._before_failing = before_failing or self._before_failing
 
     def leave_join(self) -> None:
-        """All ranks have inputs again."""
+        """End a Join: all ranks have inputs again."""
         self.reducer.mean_over_active(False)
         self._before_failing = self.leave_layers
 
     def tell_failure(self, text: str) -> None:
-        """Let the other ranks' next pass, or the one that is under way, end with this message."""
+        """Make the current or next pass of the other ranks fail with this message."""
         log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
         with contextlib.suppress(Exception):  # the user wants the first error
             self._before_failing()
@@ -294,7 +294,7 @@ class Replica:
                 log.warning("rank %d: the others may not have heard: %s", self.group.rank(), why)
 
     def refuse_unfinished(self) -> None:
-        """Strict: raise if the last pass left parameters out."""
+        """In strict mode, raise if the last pass did not reach all parameters."""
         missing = self.reducer.unfinished
         if not missing or not self.averaging.now():
             return
@@ -315,12 +315,12 @@ class Replica:
 
     @property
     def syncs_buffers(self) -> bool:
-        """Whether the next forward makes buffers alike; inside Join the end of a pass does so."""
+        """Return whether the next forward synchronizes buffers; in Join the end of a pass does."""
         wanted = self.buffers.stale and self.buffers.in_forward and bool(self.buffers)
         return wanted and not self.in_join()
 
     def sync_buffers(self, root: int = 0, purpose: str = BUFFERS) -> None:
-        """Make the buffers alike now."""
+        """Synchronize the buffers now."""
         with events.calls_for(self.group.board, purpose):
             self.buffers.sync(self.group, root)
 
@@ -359,14 +359,14 @@ class Replica:
     def set_hook(self, state: object, hook: Callable[[object, GradBucket], Any]) -> None:
         """Average with a communication hook.
 
-        One that makes all its collectives inside its call says so: it, or its state, has an
+        A hook that makes all its collectives before it returns can say so: it, or its state, has an
         attribute ``prompt`` that is True.
         """
         prompt = any(getattr(thing, "prompt", False) is True for thing in (hook, state))
         self.reducer.set_hook(lambda bucket: hook(state, bucket), prompt=prompt)
 
     def scatter_gradients(self) -> ScatteredGradients:
-        """From now on each rank gets the averages of its own stretch of each bucket only."""
+        """Leave each rank only the averages of its part of each bucket, from now on."""
         sparse = sparse_parameters(self.module)
         unfit = [
             name
@@ -386,11 +386,11 @@ class Replica:
             )
 
     def make_static(self) -> None:
-        """From now on a graph that changes is an error."""
+        """Make a graph that changes an error, from now on."""
         self.reducer.make_static()
 
     def move_to(self, group: Group) -> None:
-        """Go on in another group; every one of its ranks does so at the same time."""
+        """Continue in another group; all its ranks call it at the same time."""
         self.refuse_if_scattered("the group was changed")
         self.group = group
         for reducer in (self.reducer, *self.companions):

@@ -74,7 +74,7 @@ class _Unseen(DistributedDataParallel):
 
 
 class ReplicateState:
-    """What a replicated module has besides itself; ``replicate.state(module)`` returns it."""
+    """The state of a replicated module; ``replicate.state(module)`` returns it."""
 
     def __init__(
         self, module: nn.Module, ignored: Iterable[nn.Module], options: dict[str, Any]
@@ -90,9 +90,10 @@ class ReplicateState:
 
     @property
     def wrapper(self) -> DistributedDataParallel:
-        """The wrapper that does the work, for its methods: ``no_sync``, ``accumulate``, ``join`` …
+        """The wrapper that does the work, for its methods ``no_sync``, ``accumulate``, ``join``…
 
-        Ranks meet when it is first asked for, or in the first forward: every rank does so.
+        It is created when first used, or in the first forward, which is when ranks meet: so every
+        rank must do so.
         """
         if self._ddp is None:
             self._ddp = self._open()
@@ -106,12 +107,12 @@ class ReplicateState:
         return wrapper
 
     def take_over_sync(self, wrapper: DistributedDataParallel) -> None:
-        """Average or not from this forward on, if somebody has said so since the last one."""
+        """Apply the last :meth:`Replicated.set_requires_gradient_sync`, from this forward on."""
         if self._sync is not None:
             wrapper.require_backward_grad_sync, self._sync = self._sync, None
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        """What the wrapper's method does, now or when there is one."""
+        """Call the wrapper's method of this name, now or once there is a wrapper."""
         if self._ddp is None:
             self._comm_hook_args.append((args, kwargs))
         else:
@@ -120,7 +121,7 @@ class ReplicateState:
     # -- what is left to others ---------------------------------------------------------------
 
     def managed(self) -> set[Tensor]:
-        """The parameters and buffers of the module that are this state's to average."""
+        """Return the parameters and buffers of the module that this state averages."""
         left_out = self._ignored_names()
         return {tensor for name, tensor in _named_tensors(self.module) if name not in left_out}
 
@@ -142,7 +143,7 @@ class ReplicateState:
 
     @property
     def has_initialized(self) -> bool:
-        """Whether the ranks have met."""
+        """Whether the wrapper has been created."""
         return self._ddp is not None
 
     @property
@@ -173,7 +174,7 @@ def open_when_traced(number: Tensor) -> bool:
 
 
 class Replicated:
-    """What replicated modules inherit from besides their own class."""
+    """Base class that replicated modules get in addition to their own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An ordinary module: ``model[:2]`` of a replicated Sequential makes one."""
@@ -187,18 +188,18 @@ class Replicated:
         return state.wrapper.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode; ``eval()`` hears of a failure in the last pass, as the wrapper's does."""
+        """Set the mode; ``eval()`` raises a failure of the last pass on a GPU, as the wrapper's does."""
         ddp = self.__dict__[_KEPT]._ddp
         if ddp is not None and not mode:
             ddp.replica.hear()
         return super().train(mode)  # type: ignore[misc]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Average gradients from the next forward on, or leave them on each rank until it is so."""
+        """Set whether gradients are averaged from the next forward on, or accumulated locally."""
         self.__dict__[_KEPT]._sync = bool(requires_gradient_sync)
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapper's: let ``hook(state, bucket)`` average the buckets."""
+        """Let ``hook(state, bucket)`` average the buckets, like the wrapper's method."""
         self.__dict__[_KEPT].register_comm_hook(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -245,7 +246,7 @@ class Replicate:
         return module
 
     def state(self, module: nn.Module) -> ReplicateState | None:
-        """What a replicated module has besides itself, such as its ``wrapper``; else None."""
+        """Return the :class:`ReplicateState` of a replicated module, or None."""
         return module.__dict__.get(_KEPT)
 
 

@@ -119,15 +119,15 @@ class Lent:
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's ``SyncBatchNorm``, which also works on the CPU and over any group.
 
-    The group is ``process_group``, or the one of the DistributedDataParallel around it, or torch's
-    default group. In ``eval`` mode, and alone in its group, it is plain batch normalization.
+    The group is ``process_group``, or that of the DistributedDataParallel around it, or torch's
+    default group. In ``eval`` mode, or with one rank, it is plain batch normalization.
     """
 
     _paceline_group: Lent = Lent()
     _paceline_number: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input`` (batch, channels, …) by the statistics of all ranks' inputs."""
+        """Normalize ``input`` (batch, channels, …) with statistics over all ranks."""
         if self._paceline_group.group is None and _torch_can(input.device):
             return super().forward(input)
         group = self._group(input.device) if self.training else None
@@ -175,9 +175,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: ProcessGroup | None = None
     ) -> nn.Module:
-        """``module`` with every BatchNorm layer in it replaced by one of these, of the same state.
+        """Replace every BatchNorm layer in ``module`` by a SyncBatchNorm with the same state.
 
-        Where ``module`` is such a layer itself, the new one is returned.
+        If ``module`` is such a layer itself, the new layer is returned.
         """
         converted: nn.Module = super().convert_sync_batchnorm(  # type: ignore[no-untyped-call]
             module, process_group

@@ -23,7 +23,7 @@ from .trained import sparse_parameters
 
 
 class TorchNames(TorchDDP):
-    """Answers to torch's names, from what the wrapper holds."""
+    """Attributes of torch's wrapper that other libraries use."""
 
     replica: Replica
     _comm_hook_name: str
@@ -38,7 +38,7 @@ class TorchNames(TorchDDP):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forward passes make buffers alike."""
+        """Whether forward passes synchronize buffers."""
         return self.replica.buffers.in_forward
 
     @forward_sync_buffers.setter
@@ -47,7 +47,7 @@ class TorchNames(TorchDDP):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """The old name."""
+        """The old name of :attr:`forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -56,19 +56,19 @@ class TorchNames(TorchDDP):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike."""
+        """The buffers that are synchronized."""
         return list(self.replica.buffers.named().values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are kept alike, by name."""
+        """The buffers that are synchronized, by name."""
         return self.replica.buffers.named()
 
     def _assign_modules_buffers(self) -> None:
         """torch's way to look where the buffers are now; ours always does."""
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward makes buffers alike."""
+        """Return whether the next forward synchronizes buffers."""
         return self.replica.syncs_buffers
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -89,7 +89,7 @@ class TorchNames(TorchDDP):
 
     @property
     def buffer_hook(self) -> _BufferCommHook:
-        """The hook that stands in for the broadcast."""
+        """The hook that replaces the broadcast of buffers."""
         hook = self.replica.buffers.hook
         if hook is None:
             raise AttributeError("no buffer hook was registered")
@@ -126,12 +126,12 @@ class TorchNames(TorchDDP):
 
     @property
     def reducer(self) -> TorchReducer:
-        """What averages, by torch's names."""
+        """An object with the names of torch's reducer."""
         return self._reducer
 
     @property
     def logger(self) -> Any:
-        """One of torch's loggers, for functions of torch's that want one."""
+        """A logger of torch's class, for functions of torch that need one."""
         if self._torch_logger is None:
             self._torch_logger = torch_logger(self.replica.group)
         return self._torch_logger[0]
@@ -142,17 +142,17 @@ class TorchNames(TorchDDP):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """How large a bucket may grow."""
+        """The maximum size of a bucket in bytes."""
         return self._caps.bucket_bytes_cap
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """How large each bucket may grow, if that was given for each."""
+        """The maximum size of each bucket, if a list was given."""
         return list(self._caps.per_bucket_bytes_caps)
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether no size was asked for."""
+        """Whether the size of buckets is the default."""
         return self._caps.first_bucket_bytes_cap < self.bucket_bytes_cap
 
     @property

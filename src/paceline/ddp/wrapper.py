@@ -557,12 +557,12 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join may put its tensors."""
+        """The device for Join's tensors."""
         return torch.device(self.device)
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Whom Join speaks to."""
+        """The group for Join's all-reduces."""
         return self.process_group
 
     # -- copies -------------------------------------------------------------------------------
@@ -660,12 +660,12 @@ _strict = [False]
 
 
 def is_strict() -> bool:
-    """Whether wrappers made now refuse what torch refuses."""
+    """Return whether new wrappers raise where torch's would."""
     return _strict[0]
 
 
 def set_strict(value: bool) -> None:
-    """Refuse, or no longer refuse, what torch refuses; for wrappers made from now on."""
+    """Set whether new wrappers raise where torch's would."""
     _strict[0] = value
 
 

@@ -19,11 +19,11 @@ def group(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> Group:
-    """A group of this process alone, until a :func:`job` moves it to the members of the job.
+    """Return a group of this process alone, until :func:`job` moves it to the members of the job.
 
-    Nobody is waited for. Whatever holds the group (a wrapped model, a loader, metrics) sees other
-    ranks from then on; how many there are may change between any two steps. The arguments are those
-    of :func:`paceline.new_group`, the same on all members; ``timeout`` is for collectives, and for
-    opening the group among new members.
+    It does not wait for other processes. A wrapped model, a loader or metrics that hold the group
+    see the other ranks from then on, and their number may change between two steps. The arguments
+    are those of :func:`paceline.new_group`, and must be the same on all members. ``timeout``
+    applies to collectives, and to opening the group among new members.
     """
     return new_group(backend, timeout, device, store=HashStore(), rank=0, world_size=1, **options)

@@ -31,7 +31,7 @@ def job(
     timeout: timedelta = timedelta(minutes=10),
     members: Members | None = None,
 ) -> Job:
-    """A training loop that goes on when ranks are lost, and when others join. ::
+    """Return a training loop that continues when ranks are lost and when new ones join. ::
 
         group = paceline.elastic.group()
         ddp = paceline.DistributedDataParallel(model, process_group=group, shards=8)
@@ -44,16 +44,16 @@ def job(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Weights, buffers and optimizer states are, at the end, those of a run that lost nobody, to the
-    last bit. Under ``paceline run`` the other members are found by themselves; without a launcher
-    this process trains alone.
+    At the end, parameters, buffers and optimizer states are bitwise those of a run that lost no
+    rank. Under ``paceline run`` it finds the other members; without a launcher this process trains
+    alone.
 
-    ``save``: a folder where the state is saved every ``save_every`` steps and at the end, and found
-    again by the next start. ``check_every``: after so many steps all ranks compare their states by
-    digest; 0: never. ``nonfinite="raise"``: a NaN or infinity in a gradient is an error on all
-    ranks that names the rank, before anything is averaged; ``"allow"`` is for gradient scalers.
-    ``timeout``: how long a rank waits for the others to meet after one was lost. ``members`` is for
-    launchers of one's own.
+    ``save`` is a folder for the state, which is saved every ``save_every`` steps and at the end,
+    and loaded at the next start. Every ``check_every`` steps all ranks compare digests of their
+    states; 0 turns that off. With ``nonfinite="raise"`` a NaN or infinity in a gradient raises an
+    error on all ranks that names the rank, before anything is averaged; use ``"allow"`` with
+    gradient scalers. ``timeout`` is how long a rank waits for the others after one was lost.
+    ``members`` is for your own launcher.
     """
     heed_threads()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

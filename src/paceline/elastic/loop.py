@@ -45,7 +45,7 @@ _TRIES = 3  # of one step, with the same members
 
 
 class Job:
-    """What :func:`job` returns."""
+    """The training loop that :func:`job` returns."""
 
     def __init__(
         self,
@@ -89,11 +89,12 @@ class Job:
     # -- around the loop ------------------------------------------------------------------------
 
     def register(self, name: str, thing: Stateful, *, in_shards: bool = True) -> None:
-        """Let the state of ``thing`` (a scheduler, a scaler, a metric) go along with the job's.
+        """Add the state of ``thing`` (a scheduler, a scaler, a metric) to the state of the job.
 
-        Call it before the loop, with the same names on all ranks. It is put back when a step is
-        computed again, for which its state is copied at the beginning of each. ``in_shards=False``
-        saves that copy, for what changes only after the averages are there, as schedulers do.
+        Call it before the loop, with the same names on all ranks. If a step has to be computed
+        again, its state is restored, so it is copied at the beginning of every step.
+        ``in_shards=False`` saves that copy, for objects that change only after the gradients have
+        been averaged, such as schedulers.
         """
         if not isinstance(thing, Stateful):
             kind = type(thing).__name__
@@ -150,12 +151,14 @@ class Job:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the step that comes next."""
+        """The epoch of the next step."""
         return self._loader.epoch
 
     def run(self, step_fn: Callable[[JobStep], object]) -> None:
-        """Call ``step_fn`` with each step; again if a collective of its own lost a rank before
-        the step was committed."""
+        """Call ``step_fn`` with each step.
+
+        If a rank is lost in a collective of ``step_fn``, it is called again with the same step.
+        """
         for step in self:
             while True:
                 try:
@@ -185,7 +188,7 @@ class Job:
     # -- inside a step --------------------------------------------------------------------------
 
     def compute(self, batches: Iterator[tuple[Shard, Any]]) -> Iterator[tuple[Shard, Any]]:
-        """``batches``, as long as the members are there that share the step."""
+        """Yield from ``batches`` as long as no member of the step is lost."""
         if self._tried(self._replica.begin_step):
             return
         for item in self._replica.taken_from(batches):
@@ -194,7 +197,7 @@ class Job:
             yield item
 
     def end(self, step: JobStep) -> None:
-        """Commit ``step``, or do what must come before it is computed again."""
+        """Commit ``step``, or prepare to compute it again."""
         called: list[bool] = []
         why = self._tried(lambda: called.append(self._average()))
         if why:

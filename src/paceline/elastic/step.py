@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class JobStep:
-    """This rank's part of one step; iterate for its shards, each with its batch.
+    """This rank's part of one step; iterate over it to get its shards and their batches.
 
-    After the last shard the means over all shards of all ranks are in ``.grad``. If ranks are lost
-    before that, those that are left share all shards out again: the iteration goes on with the
-    shards that this rank computes now. So a body sees more shards, and nothing else.
+    After the last shard ``.grad`` holds the means over all shards of all ranks. If ranks are lost
+    before that, the remaining ranks divide all shards again, and the iteration continues with the
+    shards that this rank computes now. The loop body only sees more shards.
     """
 
     ends_itself = True  # unlike a loader's step, which a wrapper has to end
@@ -37,17 +37,17 @@ class JobStep:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards that this rank has computed of it; if it was done again, the last time."""
+        """The shards that this rank has computed; if the step was repeated, the last time."""
         return tuple(self._taken)
 
     @property
     def epoch(self) -> int:
-        """The epoch that it belongs to."""
+        """The epoch of the step."""
         return self._sharded.epoch
 
     @property
     def place(self) -> int:
-        """Its number within the epoch."""
+        """The number of the step within the epoch."""
         return self._sharded.number
 
     def __iter__(self) -> Iterator[tuple[Shard, Any]]:
@@ -60,7 +60,7 @@ class JobStep:
             job.end(self)
 
     def batches(self) -> Iterator[tuple[Shard, Any]]:
-        """This rank's shards, as the ranks are now, each with its batch."""
+        """Yield the shards that this rank computes now, with their batches."""
         step = self._sharded
         for shard in step.shards:
             try:

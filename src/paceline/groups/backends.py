@@ -32,9 +32,9 @@ ENTRY_POINTS = "paceline.backends"
 
 
 class ProcessGroupFactory(Protocol):
-    """Opens this rank's end of a group; every rank calls it, each with its own rank.
+    """A function that opens a group on this rank; every rank calls it with its own rank.
 
-    ``kwargs`` are the options given to :func:`new_group`; a factory refuses those it does not know.
+    ``kwargs`` are the options given to :func:`new_group`; raise an error for those you do not know.
     """
 
     def __call__(
@@ -52,9 +52,9 @@ _backends: dict[str, ProcessGroupFactory] = {}
 
 
 def register_backend(name: str, func: ProcessGroupFactory) -> None:
-    """Offer ``func`` to :func:`new_group` under ``name``.
+    """Add a backend: :func:`new_group` calls ``func`` for ``name``.
 
-    An :class:`~paceline.groups.EngineBackend` makes one of an engine.
+    To make a backend from an engine, use :class:`~paceline.groups.EngineBackend`.
     """
     if name in _backends:
         raise BackendTakenError(name)
@@ -75,7 +75,7 @@ def factory_of(backend: str) -> ProcessGroupFactory:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend can be used on this machine, and why not."""
+    """Whether a backend can be used on this machine, and if not, why."""
 
     available: bool
     reason: str = ""
@@ -91,11 +91,11 @@ def _anywhere() -> Availability:
 
 @dataclass(frozen=True)
 class EngineBackend:
-    """A backend whose groups are paceline's, over the engine that ``open`` gives each rank.
+    """A backend whose groups are :class:`Group` objects on the engine that ``open`` returns.
 
-    Give one to :func:`paceline.register_backend`. ``open(store, rank, size, timeout, device,
-    **options)`` is called on every rank, with a store that only these ranks use, and returns a
-    :class:`~paceline.groups.Engine`. Groups of it split, merge and are reconfigured like any other.
+    Pass one to :func:`paceline.register_backend`. ``open(store, rank, size, timeout, device,
+    **options)`` is called on every rank, with a store that only these ranks use, and returns an
+    :class:`~paceline.groups.Engine`. Such groups can be split, merged and reconfigured.
     """
 
     open: Opener
@@ -127,7 +127,7 @@ class EngineBackend:
         return Group(engine, rank, world_size, options=options, store=store, reopen=open_engine)
 
     def refuse(self, rank: int, size: int, given: Mapping[str, object]) -> None:
-        """Raise if it takes no such options or so many ranks; before any of them is waited for."""
+        """Raise for unknown options or too many ranks, before waiting for other ranks."""
         if self.options is not None and (unknown := sorted(set(given) - set(self.options))):
             raise UnexpectedOptionError(self.name, unknown, self.options)
         if self.max_ranks is not None and size > self.max_ranks:
@@ -135,7 +135,7 @@ class EngineBackend:
             raise EngineUnavailableError(self.name, reason, rank)
 
     def engine(self, store: Store, rank: int, size: int, options: GroupOptions) -> Engine:
-        """Open this rank's engine, after all ranks have agreed on what they open."""
+        """Open this rank's engine, after all ranks have agreed on what to open."""
         given = options.backend_options
         self.refuse(rank, size, given)
         if self.peers:
@@ -164,7 +164,7 @@ def open_engine(store: Store, rank: int, size: int, options: GroupOptions) -> En
 
 
 def capabilities() -> dict[str, Availability]:
-    """Every backend by name: whether it can be used on this machine and, if not, why."""
+    """Return, for every backend, whether it can be used on this machine and, if not, why."""
     found = {}
     for name, backend in sorted(_backends.items()):
         tells = backend.availability if isinstance(backend, EngineBackend) else _anywhere

@@ -41,7 +41,7 @@ class Hooks:
 
 
 class CallMaking(ProcessGroup):
-    """What all collectives of a group come down to."""
+    """How a :class:`Group` makes its collectives."""
 
     def __init__(self, engine: Engine, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this form
@@ -73,9 +73,9 @@ class CallMaking(ProcessGroup):
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
         quiet: bool = False,
     ) -> TorchWork:
-        """Make one call of any kind; every collective comes down to it, in graphs too.
+        """Make one call of any kind; all collectives use it, in compiled graphs too.
 
-        ``inputs`` and ``outputs`` are flat lists. ``quiet``: see :meth:`start_all_reduce`.
+        ``inputs`` and ``outputs`` are flat lists. ``quiet`` is that of :meth:`start_all_reduce`.
         """
         if self._closed:
             self._alive(kind)
@@ -195,7 +195,7 @@ class CallMaking(ProcessGroup):
         async_op: bool | None,
         op: Any = None,
     ) -> TorchWork:
-        """Make several calls, of which none is sent unless all can be; one Work for all."""
+        """Make several calls and return one Work; if one of them is invalid, none is sent."""
         asynchronous = async_op is None or async_op
         calls = list(calls)
         self._check_all(calls, op)

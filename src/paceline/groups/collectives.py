@@ -48,7 +48,7 @@ _NO_TIME = timedelta(0)
 
 
 class Collectives(CallMaking):
-    """What a group does for its ranks; :class:`Group` adds what a group is."""
+    """The collectives of a :class:`Group`."""
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Reduce ``tensor`` over all ranks, in place on each."""
+        """Reduce ``tensor`` over all ranks, in place."""
         if opts is not None:
             op = opts
         if type(op) is c10d.AllreduceOptions:  # as _read has it; most calls of torch's are these
@@ -103,10 +103,10 @@ class Collectives(CallMaking):
     def start_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
     ) -> TorchWork:
-        """:meth:`all_reduce` that returns at once.
+        """Start :meth:`all_reduce` and return a Work.
 
-        ``quiet``: no thread of the engine's works at it where the engine leaves that to us; it
-        moves in :meth:`~Group.progress` and when somebody waits.
+        With ``quiet`` no thread of the engine works on it, if the engine allows that: it advances
+        in :meth:`~Group.progress` and in ``wait``.
         """
         tensors = (tensor,)
         return self.make_call("all_reduce", tensors, tensors, None, True, op, quiet=quiet)
@@ -114,9 +114,9 @@ class Collectives(CallMaking):
     def repeated_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
     ) -> Callable[[], TorchWork]:
-        """:meth:`start_all_reduce` of one tensor, to be called again and again.
+        """Return a function that calls :meth:`start_all_reduce` on this tensor, many times.
 
-        What is the same each time is checked and decided here.
+        Arguments are checked here, once.
         """
         tensors, reduction = (tensor,), reduction_of(op)
         call = Call("all_reduce", tensors, tensors, reduction, timeout=self._timeout)
@@ -137,10 +137,10 @@ class Collectives(CallMaking):
     def captured_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM
     ) -> tuple[TorchWork, Callable[[], events.Entry | None]]:
-        """Start an all-reduce in a CUDA graph that is being captured: nothing is sent by it.
+        """Add an all-reduce to a CUDA graph that is being captured; it is sent at each replay.
 
-        The function beside the work is for whoever replays the graph: called with each replay, it
-        counts and records the call that the replay makes, and returns the record.
+        Returns its Work and a function. Call the function at each replay: it counts and records
+        the collective, and returns the record.
         """
         tensors, reduction = (tensor,), reduction_of(op)
         call = Call("all_reduce", tensors, tensors, reduction, timeout=self._timeout)
@@ -160,7 +160,7 @@ class Collectives(CallMaking):
 
     @property
     def refuses_capture(self) -> str:
-        """Why calls cannot be part of a CUDA graph; empty if they can."""
+        """Return why collectives cannot be captured in a CUDA graph; empty if they can."""
         if not self._engine.capabilities.capturable:
             return f"calls over {self._engine.capabilities.backend} cannot be captured"
         if self._hooks:
@@ -176,7 +176,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Reduce several tensors, each as :meth:`all_reduce` does."""
+        """Reduce several tensors over all ranks, in place."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         return self.make_calls(_in_place(tensors), timeout, async_op, op)
@@ -191,7 +191,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Reduce ``tensor`` over all ranks into the root's; the others' stay as they are."""
+        """Reduce ``tensor`` over all ranks into that of the root; others are unchanged."""
         if opts is not None or type(root) in _OPTIONS:
             opts = opts or root
             op, timeout, async_op = _read(opts, timeout, async_op)
@@ -209,7 +209,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Reduce ``inputs[r]`` over all ranks into rank r's ``output``; sizes may differ by r."""
+        """Reduce ``inputs[r]`` over all ranks into ``output`` of rank r; sizes may differ by r."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         outputs, async_op = _listed(output, async_op)
@@ -225,7 +225,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Reduce one tensor over all ranks and leave each rank its equal part of it."""
+        """Reduce one tensor over all ranks; each rank gets an equal part of the result."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         return self.make_call("reduce_scatter_single", (input,), (output,), timeout, async_op, op)
@@ -240,7 +240,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Several of :meth:`reduce_scatter_single`."""
+        """Call :meth:`reduce_scatter_single` for several tensors at once."""
         if opts is not None or type(op) in _OPTIONS:
             op, timeout, async_op = _read(opts or op, timeout, async_op)
         self._same_length("reduce_scatter_single_coalesced", outputs, inputs)
@@ -251,7 +251,7 @@ class Collectives(CallMaking):
     def start_reduce_scatter(
         self, output: Tensor, input: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False
     ) -> TorchWork:
-        """:meth:`reduce_scatter_single` that returns at once; ``quiet`` as above.
+        """Start :meth:`reduce_scatter_single`; ``quiet`` is that of :meth:`start_all_reduce`.
 
         ``output`` may be this rank's part of ``input``.
         """
@@ -269,7 +269,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy the root's ``tensor`` into every other rank's."""
+        """Copy ``tensor`` of the root into ``tensor`` of all other ranks."""
         if opts is not None or type(root) in _OPTIONS:
             opts = opts or root
             _, timeout, async_op = _read(opts, timeout, async_op)
@@ -286,7 +286,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy every rank's ``tensor`` into every rank's ``outputs``; sizes may differ by rank."""
+        """Copy ``tensor`` of each rank into ``outputs`` on all ranks; sizes may differ per rank."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         tensors, async_op = _listed(tensor, async_op)
@@ -301,7 +301,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy every rank's ``input``, one after the other, into one ``output``."""
+        """Concatenate ``input`` of all ranks into one ``output`` on all ranks."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         return self.make_call("all_gather_single", (input,), (output,), timeout, async_op)
@@ -315,7 +315,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Several of :meth:`all_gather`; ``output_lists[r][i]`` takes rank r's ``inputs[i]``."""
+        """Gather several tensors; ``output_lists[r][i]`` receives ``inputs[i]`` of rank r."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         for row in output_lists:
@@ -333,7 +333,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Several of :meth:`all_gather_single`."""
+        """Call :meth:`all_gather_single` for several tensors at once."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         self._same_length("all_gather_single_coalesced", outputs, inputs)
@@ -352,7 +352,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy every rank's ``tensor`` into the root's ``outputs``; elsewhere those are empty."""
+        """Copy ``tensor`` of each rank into ``outputs`` on the root; it is empty on other ranks."""
         if opts is not None or type(root) in _OPTIONS:
             opts = opts or root
             _, timeout, async_op = _read(opts, timeout, async_op)
@@ -370,7 +370,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy every rank's ``input``, one after the other, into the root's one ``output``."""
+        """Concatenate ``input`` of all ranks into one ``output`` on the root."""
         if opts is not None or type(root) in _OPTIONS:
             opts = opts or root
             _, timeout, async_op = _read(opts, timeout, async_op)
@@ -401,7 +401,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy the root's ``inputs[r]`` into rank r's ``output``; elsewhere inputs are empty."""
+        """Copy ``inputs[r]`` of the root into ``output`` of rank r; it is empty on other ranks."""
         if opts is not None or type(root) in _OPTIONS:
             opts = opts or root
             _, timeout, async_op = _read(opts, timeout, async_op)
@@ -418,7 +418,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Copy ``inputs[r]`` into ``outputs[this rank]`` of rank r."""
+        """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         return self.make_call("all_to_all", inputs, outputs, timeout, async_op)
@@ -434,9 +434,10 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Send rows of ``input`` to each rank and take rows of ``output`` from each.
+        """Send rows of ``input`` to each rank, and receive rows of ``output`` from each.
 
-        The sizes count rows (the first dimension), one for each rank; without them, equal parts.
+        The split sizes count rows (the first dimension), one size per rank; by default rows are
+        divided equally.
         """
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
@@ -455,7 +456,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Send ``tensor`` to rank ``dst``, for its :meth:`recv` with the same ``tag``."""
+        """Send ``tensor`` to rank ``dst``, which calls :meth:`recv` with the same ``tag``."""
         tensors, async_op = _listed(tensor, async_op)
         return self.make_call("send", tensors, (), timeout, async_op, root=dst, tag=tag)
 
@@ -471,7 +472,7 @@ class Collectives(CallMaking):
     ) -> TorchWork:
         """Receive into ``tensor`` from rank ``src``, or from any rank.
 
-        ``work.source_rank()`` says who it was.
+        ``work.source_rank()`` returns the sender.
         """
         tensors, async_op = _listed(tensor, async_op)
         root = -1 if src is None else src
@@ -480,7 +481,7 @@ class Collectives(CallMaking):
     def recv_anysource(
         self, tensor: Tensor | Sequence[Tensor], tag: int = 0, timeout: Timeout = None
     ) -> TorchWork:
-        """:meth:`recv` from any rank, as torch calls it."""
+        """Call :meth:`recv` for any sender, with torch's arguments."""
         return self.recv(tensor, None, tag, timeout)
 
     # torch's other names for the same
@@ -504,7 +505,7 @@ class Collectives(CallMaking):
         async_op: bool | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        """Return when every rank has called it."""
+        """Block until all ranks have called it."""
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
         return self.make_call("barrier", (), (), timeout, async_op)

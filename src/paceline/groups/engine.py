@@ -72,7 +72,7 @@ def factor_of(op: ReduceOp) -> float | Tensor:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One collective, as hooks see it and engines get it."""
+    """One collective, as hooks and engines receive it."""
 
     kind: Kind
     inputs: Sequence[Tensor] = ()
@@ -89,15 +89,15 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Bytes this rank gives."""
+        """The number of bytes that this rank contributes."""
         return sum(t.nbytes for t in self.inputs)
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a group's engine can do, so that nobody has to find out by an exception.
+    """What an engine can do. Ask this instead of trying and catching errors.
 
-    This is the only way to tell engines apart. What a new engine does not say, it does not promise.
+    Nothing else tells engines apart. The defaults promise nothing.
     """
 
     backend: str
@@ -151,42 +151,41 @@ class Capabilities:
 
 
 class Engine(Protocol):
-    """Carries out calls for one rank.
+    """Carries out the calls of a group on one rank.
 
-    A class that derives from it needs ``capabilities`` and ``run``; what else is here then does the
-    plainest thing that is right.
+    A subclass has to define ``capabilities`` and ``run``; the other methods have simple defaults.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """Return what the engine can do."""
         ...
 
     def run(self, call: Call) -> None:
-        """Do it and return when it is done on this rank; raises what went wrong."""
+        """Carry out ``call`` and return when it is complete on this rank; raise if it fails."""
         ...
 
     def start(self, call: Call) -> TorchWork:
-        """Begin it; the engine owns the tensors until the work is done."""
+        """Start ``call``; the engine owns its tensors until the work is complete."""
         self.run(call)
         return Finished(call.outputs or call.inputs, call.root if call.kind == "recv" else -1)
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Whether tensors of ``dtype`` can be reduced so."""
+        """Return whether the engine can reduce tensors of ``dtype`` with ``op``."""
         return True
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in the memory this engine likes best, with arbitrary contents."""
+        """Return an uninitialized flat tensor in memory that the engine can use directly."""
         return torch.empty(numel, dtype=dtype)
 
     def progress(self) -> None:
-        """Move started calls along without waiting, where nobody else does."""
+        """Advance calls that have been started, without waiting, if no thread does so."""
 
     def abort(self) -> None:
-        """Free whoever waits here; the engine is of no use afterwards. Safe from any thread."""
+        """Make all waiting threads raise, and stop working. Any thread may call it."""
 
     def shutdown(self) -> None:
-        """Finish what was started and give everything back."""
+        """Complete the calls that have been started and free all resources."""
 
 
 class LentEngine(Engine, Protocol):

@@ -38,15 +38,16 @@ def new_group(
 ) -> Group:
     """Open a group of all launched ranks, or of ``ranks`` among them.
 
-    Blocks until every one of them has called it, at most ``timeout``, which is also how long its
-    collectives may take. The ranks meet through ``store`` (then ``rank`` and ``world_size`` are
-    needed too) or through ``init_method``: ``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT as torchrun sets them; ``tcp://host:port`` and ``file:///path`` take ``rank`` and
-    ``world_size``. ``checks``, the same on all ranks, is explained at :meth:`Group.set_checks`.
-    ``options`` go to the backend, which refuses those it does not know.
+    The call blocks until all of these ranks have made it, for at most ``timeout``; the group's
+    collectives have the same timeout. Ranks find each other through ``store``, which also needs
+    ``rank`` and ``world_size``, or through ``init_method``. ``env://`` reads RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, as torchrun sets them. ``tcp://host:port`` and ``file:///path``
+    need ``rank`` and ``world_size``. ``checks`` must be the same on all ranks; see
+    :meth:`Group.set_checks`. ``options`` are passed to the backend, which raises an error for an
+    option that it does not know.
 
-    The result is a :class:`Group`; a third party's backend may return another ProcessGroup, which
-    :meth:`Group.wrap` turns into one.
+    Returns a :class:`Group`. A backend of another package may return a ProcessGroup of its own;
+    :meth:`Group.wrap` turns that into a Group.
     """
     factory = factory_of(backend)
     if not isinstance(timeout, timedelta):
@@ -140,26 +141,26 @@ def _meet(
 
 
 def current_process_group() -> ProcessGroup:
-    """The current thread's group, as :func:`process_group` set it; torch's own call agrees."""
+    """Return the group that :func:`process_group` set for this thread, as torch's function does."""
     return current_group()
 
 
 def group_or_default(process_group: ProcessGroup | None) -> ProcessGroup:
-    """The given group, else the current thread's, else torch's default."""
+    """Return ``group`` if given, else the current thread's group, else torch's default group."""
     return process_group or current_process_group() or default_group()
 
 
 def group_to_call(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """``group`` where every method of torch's can be called on it; else our interface around it.
+    """Return ``group`` if it has all methods of torch's groups, else a :class:`Group` around it.
 
-    A group that somebody wrote in Python has few of them, and its works may lack a future.
+    A process group written in Python often lacks some methods, and its works may have no future.
     """
     return group if type(group) is ProcessGroup else Group.wrap(group, device)
 
 
 @contextmanager
 def process_group(pg: ProcessGroup) -> Generator[None, None, None]:
-    """Make ``pg`` the current thread's group inside the ``with``; nests."""
+    """Make ``pg`` the current thread's group inside the ``with`` block. Blocks can be nested."""
     before = current_process_group()
     set_current_group(pg)
     try:

@@ -49,7 +49,7 @@ _ABORTED = 10.0  # seconds for the rest of it
 
 
 class Group(TorchCalls):
-    """One rank's end of a process group."""
+    """A process group, as seen by one rank."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Group(TorchCalls):
         self.set_checks(self._checks)
 
     def set_checks(self, checks: Checks) -> None:
-        """What becomes of a collective that ranks make from different lines; the same on all ranks.
+        """Set what happens if ranks make one collective from different lines of code.
 
-        ``"warn"``: the recorder says so, once, where it looks like a mistake. ``"strict"``: every
-        rank raises :class:`~paceline.errors.MismatchError` before the numbers are used, which costs
-        a small all-gather for every call. ``"off"``: nothing.
+        Set it to the same value on all ranks. ``"warn"``: the recorder warns once if it looks like
+        a mistake. ``"strict"``: every rank raises :class:`~paceline.errors.MismatchError` before
+        the result is used; this adds a small all-gather to every call. ``"off"``: nothing.
         """
         self._checks, self._strict = checks, checks == "strict" and self._size > 1
         if self.board is not None:
@@ -110,11 +110,11 @@ class Group(TorchCalls):
     # -- what it is ---------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """Return the rank of this process in the group."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return the number of ranks in the group."""
         return self._size
 
     getRank, getSize = rank, size
@@ -130,38 +130,38 @@ class Group(TorchCalls):
         return self._engine.capabilities.backend
 
     def name(self) -> str:
-        """The engine's name, as torch asks for it."""
+        """Return the name of the engine; torch calls this method."""
         return self.backend
 
     _get_backend_name = name
 
     def getBackendName(self) -> str:
-        """What torch's C++ sees."""
+        """Return the name that torch's C++ code sees."""
         return self.capabilities.name_in_torch or self.backend
 
     def getGroupName(self) -> str:
-        """The name the group is registered under; empty while it is not."""
+        """Return the name under which the group is registered; empty if it is not."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """torch's way to name a group; :meth:`register` is ours."""
+        """Set the name of the group, as torch does; see also :meth:`register`."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """What the group is for, in a few words."""
+        """Return the description of the group."""
         return self._group_desc
 
     def setGroupDesc(self, description: str) -> None:
-        """Say what the group is for."""
+        """Set the description of the group."""
         self._group_desc = description
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may take unless its call says otherwise."""
+        """The timeout of collectives that are called without one."""
         return timedelta(seconds=self._timeout)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Change :attr:`timeout` for calls from now on."""
+        """Change :attr:`timeout` for later calls."""
         self._timeout = self._seconds(timeout)
         self._options = self._options.changed(timeout=self.timeout)
 
@@ -176,10 +176,10 @@ class Group(TorchCalls):
         return f"Group({self.backend}, rank {self._rank} of {self._size}{state})"
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that says which ranks did not come, on every rank that did.
+        """Wait for all ranks; if some do not arrive, every rank that did raises an error.
 
-        It goes through the store, so it works when the engine is stuck. Every missing rank is
-        named, whatever ``wait_all_ranks`` says (torch names the first one only without it).
+        It uses the store, so it works even if the engine hangs. The error names all missing ranks;
+        ``wait_all_ranks`` is accepted and not needed (torch without it names only the first).
         """
         clock = Clock(timedelta(seconds=self._seconds(timeout)))
         store = PrefixStore(f"monitored/{next(self._barriers)}", self._need_store("barrier"))
@@ -199,19 +199,19 @@ class Group(TorchCalls):
     # -- objects ------------------------------------------------------------------------------
 
     def all_gather_object(self, value: object) -> list[object]:
-        """Every rank's object. Objects are numbers, strings, bytes, lists, dicts, tensors…"""
+        """Return the objects of all ranks: numbers, strings, bytes, lists, dicts, tensors…"""
         return objects.all_gather_object(self, value)
 
     def broadcast_object(self, value: object = None, root: int = 0) -> object:
-        """The root's object, on every rank."""
+        """Return the object of the root on every rank."""
         return objects.broadcast_object(self, value, root)
 
     def gather_object(self, value: object, root: int = 0) -> list[object] | None:
-        """Every rank's object on the root, None elsewhere."""
+        """Return the objects of all ranks on the root, and None on other ranks."""
         return objects.gather_object(self, value, root)
 
     def scatter_object(self, values: Sequence[object] | None = None, root: int = 0) -> object:
-        """The root's ``values[this rank]``."""
+        """Return this rank's element of the root's ``values``."""
         return objects.scatter_object(self, values, root)
 
     # -- memory and progress ------------------------------------------------------------------
@@ -222,11 +222,11 @@ class Group(TorchCalls):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> Tensor:
-        """A flat tensor with arbitrary contents in the memory the engine likes best.
+        """Return an uninitialized flat tensor in memory that the engine can use directly.
 
-        On shm all ranks reduce such tensors where they lie, without a copy. It may be used like any
-        tensor, also after the group is gone. On a ``device`` where the engine has no memory of its
-        own, it is an ordinary one.
+        ``shm`` reduces such tensors in place, without a copy. You can use it like any tensor, even
+        after the group has been shut down. If the engine has no memory of its own on ``device``,
+        this is an ordinary tensor.
         """
         self._alive("allocate")
         own = self.capabilities.in_place_memory and device is not None and device.type == "cpu"
@@ -235,11 +235,11 @@ class Group(TorchCalls):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def progress(self) -> None:
-        """Move started collectives along, without waiting, where the engine leaves it to us."""
+        """Advance collectives that have been started, without waiting, if the engine needs it."""
         self._engine.progress()
 
     def mark_device(self) -> None:
-        """Let it be known, where a device is used, when it comes to the call that is made next."""
+        """Record when the device reaches the next call, if the group uses a device."""
         if self.board is not None and self.board.marks is not None:
             self.board.marks.comes()
 
@@ -251,10 +251,10 @@ class Group(TorchCalls):
         after: Callable[[Call], None] | None = None,
         on_error: Callable[[Call, BaseException], None] | None = None,
     ) -> RemovableHandle:
-        """Be told of every collective of this group, until the handle's ``remove()``.
+        """Call functions around every collective of this group; ``remove()`` the result to stop.
 
-        ``before`` runs on the calling thread, after the checks; what it raises stops the call.
-        ``after`` and ``on_error`` run on the thread that sees the end.
+        ``before`` runs on the calling thread after arguments were checked; an exception in it
+        cancels the call. ``after`` and ``on_error`` run on the thread that sees the call complete.
         """
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = Hooks(before, after, on_error)
@@ -262,7 +262,7 @@ class Group(TorchCalls):
 
     @classmethod
     def wrap(cls, inner: ProcessGroup, device: torch.device | str = "cpu") -> Group:
-        """Any torch group with our interface around it; a Group is returned as it is."""
+        """Return a Group around any torch process group; a Group is returned unchanged."""
         if isinstance(inner, Group):
             return inner
         device = torch.device(device)
@@ -279,11 +279,11 @@ class Group(TorchCalls):
     # -- torch's world ------------------------------------------------------------------------
 
     def register(self, name: str | None = None, *, default: bool = False) -> Self:
-        """Make the group known to ``torch.distributed``, until :meth:`shutdown`.
+        """Register the group with ``torch.distributed``, until :meth:`shutdown`.
 
-        Then ``torch.distributed.all_reduce(t, group=g)``, functional collectives and all else that
-        looks groups up by name find it. ``default=True`` also makes it the default group, which
-        DeviceMesh needs one of. All ranks must register their groups under the same names.
+        Then ``torch.distributed.all_reduce(t, group=g)``, functional collectives, and everything
+        else that looks up groups by name can use it. ``default=True`` also makes it the default
+        group, which DeviceMesh requires. Ranks must register a group under the same name.
         """
         self._alive("register")
         torch_world.register(self, name, default=default)
@@ -299,19 +299,19 @@ class Group(TorchCalls):
     # -- the end ------------------------------------------------------------------------------
 
     def before_shutdown(self, callback: Callable[[], None]) -> RemovableHandle:
-        """Call ``callback`` when the group is shut down, unless it was aborted before.
+        """Call ``callback`` when the group is shut down, unless it was aborted.
 
-        What it raises is raised by :meth:`shutdown`, after the group has been left.
+        If it raises, :meth:`shutdown` raises that error after it has closed the group.
         """
         handle = RemovableHandle(self._endings)
         self._endings[handle.id] = callback
         return handle
 
     def before_end(self, let_go: Callable[[], None]) -> RemovableHandle:
-        """Call ``let_go`` right before the group's engine ends, however it does, on any thread.
+        """Call ``let_go`` just before the engine is shut down or aborted, on any thread.
 
-        For what holds on to the engine: a CUDA graph with collectives of NCCL's keeps them alive,
-        and the engine would wait for it for ever.
+        Use it to release what keeps the engine busy. For example, a CUDA graph that contains NCCL
+        collectives keeps them alive, and NCCL would wait for it without end.
         """
         handle = RemovableHandle(self._holders)
         self._holders[handle.id] = let_go
@@ -334,7 +334,7 @@ class Group(TorchCalls):
         aborting.join(_ABORTED)
 
     def abort(self) -> None:
-        """Free every thread and every rank that waits in this group, at once; it is over then."""
+        """Close the group now; every thread and every rank that waits in it raises an error."""
         if self._closed == FORKED:
             return
         self._closed = self._closed or "aborted"
@@ -343,10 +343,10 @@ class Group(TorchCalls):
         self._abort_engine()
 
     def shutdown(self) -> None:
-        """Finish what was started here, leave the group and give everything back.
+        """Complete collectives that this rank has started, close the group and free its memory.
 
-        On shm, a thread that is in a collective meanwhile is freed with a GroupClosedError. In a
-        forked child nothing happens: the group is the parent's.
+        On shm, another thread that is in a collective meanwhile raises GroupClosedError. In a
+        forked child this does nothing, because the group belongs to the parent.
         """
         if self._closed == FORKED:
             return
@@ -381,7 +381,7 @@ class Group(TorchCalls):
         self.shutdown()
 
     def disown(self) -> None:
-        """In a forked child: this process is no rank of the group, and must not act as one."""
+        """Make the group unusable in a forked child, which is not a rank of it."""
         if self.capabilities.peers:
             self._closed = FORKED
 
@@ -401,11 +401,11 @@ class Group(TorchCalls):
         return group
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether FSDP2 may take its communication buffers from :meth:`allocate`."""
+        """Return whether FSDP2 may allocate its communication buffers with :meth:`allocate`."""
         return self.capabilities.in_place_memory and device.type in self.capabilities.devices
 
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """:meth:`allocate`, as torch calls it."""
+        """Call :meth:`allocate`, with torch's arguments."""
         return self.allocate(numel, dtype)
 
 

@@ -33,7 +33,7 @@ Reopen = Callable[[Store, int, int, GroupOptions], Engine]
 
 
 class Lineage(Collectives):
-    """Where a group comes from and what comes out of it; :class:`Group` is the rest."""
+    """How groups are split, merged and moved; a part of :class:`Group`."""
 
     def __init__(
         self,
@@ -57,19 +57,20 @@ class Lineage(Collectives):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The group's ranks, numbered as in the group that it was first split from."""
+        """The ranks of this group, as numbered in the group it was first split from."""
         return self._members
 
     def number_members(self, members: Sequence[int]) -> None:
-        """Say which ranks of a larger group the members are; before anybody uses this one."""
+        """Set which ranks of a larger group the members are; call it before the group is used."""
         self._members = tuple(members)
         if self.board is not None:
             self.board.members = self._members
 
     def hear_of_engines(self, opened: Callable[[Engine], None]) -> None:
-        """Call ``opened`` with the group's engine now, and with each that is opened in its place.
+        """Call ``opened`` with the current engine, and with every engine that replaces it.
 
-        Groups that are split off or merged are heard of too. For tests that must free all ranks.
+        It is also called for groups that are split or merged from this one. Tests use it to free
+        all ranks.
         """
         opened(self._engine)
         reopen = self._need_reopen()
@@ -83,21 +84,21 @@ class Lineage(Collectives):
 
     @property
     def options(self) -> GroupOptions:
-        """What the group was opened with; :meth:`set_timeout` changes its timeout."""
+        """The options the group was opened with, with the timeout of :meth:`set_timeout`."""
         return self._options
 
     @property
     def device(self) -> torch.device:
-        """The device that the group was opened for."""
+        """The device the group was opened for."""
         return self._options.device
 
     @property
     def store(self) -> Store | None:
-        """Where the ranks of the group met; None where there was no need."""
+        """The store through which the ranks found each other, or None if they needed none."""
         return self._store
 
     def get_group_store(self) -> Store:
-        """Where the ranks of the group met, as torch asks for it."""
+        """Return :attr:`store`; torch calls this method."""
         return self._need_store("get_group_store")
 
     def split(
@@ -109,11 +110,11 @@ class Lineage(Collectives):
         device: torch.device | str | None = None,
         **backend_options: object,
     ) -> Self | None:
-        """A group of some of this group's ranks; None on a rank that is in none of them.
+        """Return a new group of some of this group's ranks, or None on a rank that is in none.
 
-        ``ranks`` are ranks of this group, or several such lists, of any lengths; the order gives
-        the new ranks. Only the ranks that are in a new group need to call it. It has this group's
-        :attr:`options`, or those that are given.
+        ``ranks`` is a list of ranks of this group, or several such lists; they may have different
+        lengths, and their order gives the new ranks. Only ranks in a new group need to call it.
+        Arguments that are not given are taken from :attr:`options`.
         """
         return self._split(ranks, self._options.changed(backend, timeout, device, backend_options))
 
@@ -139,9 +140,9 @@ class Lineage(Collectives):
         group_desc: str | None = None,
         device_types: object = None,
     ) -> Self | None:
-        """:meth:`split`, as torch calls it.
+        """Call :meth:`split`, with torch's arguments.
 
-        ``opts`` are options of a group of ours, or torch's for its backend.
+        ``opts`` is a :class:`GroupOptions`, or torch's options of a backend.
         """
         options = self._options.taken_from(opts).changed(timeout=timeout)
         group = self._split(ranks, options)
@@ -157,12 +158,13 @@ class Lineage(Collectives):
         device: torch.device | str | None = None,
         **backend_options: object,
     ) -> Self:
-        """One group of the ranks of this group and of others that call it with the same store.
+        """Return one group of this group's ranks and those of other groups with the same store.
 
-        ``size`` is the number of ranks of all of them together. Groups are lined up in the order
-        in which their first ranks arrive; within a group the order stays. :attr:`members` stay the
-        same; where two groups have the same one, the later gets a new number. It has this group's
-        :attr:`options`, or those that are given; all groups must have the same.
+        All ranks of all groups call it. ``size`` is the number of ranks of the new group. Groups
+        are ordered by the arrival of their first ranks; the order within a group stays.
+        :attr:`members` keep their numbers; if two groups have the same number, the later one gets
+        a new number. Arguments that are not given are taken from :attr:`options`; they must be the
+        same in all groups.
         """
         self._alive("merge")
         reopen = self._need_reopen()
@@ -190,7 +192,7 @@ class Lineage(Collectives):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> Self:
-        """:meth:`merge`, as torch calls it."""
+        """Call :meth:`merge`, with torch's arguments."""
         return self.merge(store, size, timeout=timeout)._named(group_name, group_desc)
 
     def _named(self, name: str | None, description: str | None) -> Self:
@@ -220,11 +222,11 @@ class Lineage(Collectives):
         return self
 
     def move(self, store: Store, rank: int, members: Sequence[int]) -> Self:
-        """Go on as ``rank`` of ``members``, whatever ranks the group had before.
+        """Continue as ``rank`` of ``members``, whichever ranks the group had; the object stays.
 
-        Whoever holds the group keeps it.
-        Every member calls it, with a store that nobody else uses. What is under way is aborted. If
-        it fails the group stays closed, and can be moved again. :meth:`Group.abort` ends it early.
+        Every member calls it, with a store that no other group uses. Collectives that are running
+        are aborted. If it fails, the group stays closed, and you can move it again.
+        :meth:`Group.abort` from another thread cancels it.
         """
         if self._closed in ("shut down", FORKED):
             self._alive("move")

@@ -17,10 +17,11 @@ _NCCL = ("config", "is_high_priority_stream")  # of torch's options for it, thos
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The arguments of :func:`paceline.new_group` that say what kind of group it is.
+    """The arguments of :func:`paceline.new_group` that define the kind of group.
 
-    ``Group.split`` and ``Group.merge`` hand them on, and take others. ``backend`` is the one that
-    was asked for, which may be ``auto``; the one that was chosen is ``Group.backend``.
+    ``Group.split`` and ``Group.merge`` use them for new groups, unless others are given.
+    ``backend`` is the name that was requested, which may be ``auto``; ``Group.backend`` is the one
+    that was chosen.
     """
 
     backend: str
@@ -50,7 +51,7 @@ class GroupOptions:
         device: torch.device | str | None = None,
         backend_options: Mapping[str, object] | None = None,
     ) -> GroupOptions:
-        """These with others where others are given. Another backend begins without options."""
+        """Return a copy with other values; options of the backend are kept if the backend is."""
         kept = self.backend_options if backend in (None, self.backend) else {}
         return replace(
             self,
@@ -61,12 +62,12 @@ class GroupOptions:
         )
 
     def described(self) -> str:
-        """What all ranks of one group must have in common, in one line."""
+        """Return one line with what must be the same on all ranks of a group."""
         given = ", ".join(f"{k}={v!r}" for k, v in sorted(self.backend_options.items()))
         return f"{self.backend} on {self.device.type}" + (f" with {given}" if given else "")
 
     def taken_from(self, given: Any) -> GroupOptions:
-        """What ``split_group`` makes of its ``opts``: options of ours, or torch's for a backend."""
+        """Return the options that ``opts`` of ``split_group``, ours or torch's, stand for."""
         if given is None or isinstance(given, GroupOptions):
             return given or self
         own = {name: getattr(given, name) for name in _NCCL if hasattr(given, name)}

@@ -29,7 +29,7 @@ _HANDLE = "paceline:"  # and the number of a member
 
 
 class TorchCalls(Lineage):
-    """Answers to torch; :class:`Group` is the rest."""
+    """Methods of a :class:`Group` that torch calls."""
 
     # -- its engine, and what that can do -----------------------------------------------------
 
@@ -41,11 +41,11 @@ class TorchCalls(Lineage):
         return self
 
     def get_backend(self, device: torch.device) -> Self:
-        """The engine of a device, as torch asks for it: the group itself."""
+        """Return the group itself, which torch uses as the backend of every device."""
         return self
 
     def get_comm(self) -> Self:
-        """What torch keeps of a group that it split while its torchcomms are on; it ends it."""
+        """Return what torch keeps, and later ends, for a group that it split with torchcomms."""
         return self
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
@@ -69,15 +69,15 @@ class TorchCalls(Lineage):
     # -- hooks --------------------------------------------------------------------------------
 
     def register_pre_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
-        """Refused: torch calls such hooks where its own engines are called, never for ours."""
+        """Raise an error: torch calls these hooks only for its own engines."""
         self._refuse_hook("register_pre_hook")
 
     def register_post_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
-        """Refused, as :meth:`register_pre_hook`."""
+        """Raise an error, as :meth:`register_pre_hook` does."""
         self._refuse_hook("register_post_hook")
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Refused, as :meth:`register_pre_hook`."""
+        """Raise an error, as :meth:`register_pre_hook` does."""
         self._refuse_hook("register_abort_hook")
 
     def _refuse_hook(self, name: str) -> None:
@@ -88,11 +88,11 @@ class TorchCalls(Lineage):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether :meth:`reconfigure` can be called."""
+        """Return whether :meth:`reconfigure` can be called."""
         return self._reopen is not None and self._store is not None
 
     def get_reconfigure_handle(self) -> str:
-        """What names this rank in the handles of torch's ``ReconfigureOptions``."""
+        """Return the handle of this rank for torch's ``ReconfigureOptions``."""
         return f"{_HANDLE}{self._members[self._rank]}"
 
     @overload
@@ -100,18 +100,18 @@ class TorchCalls(Lineage):
     @overload
     def reconfigure(self, members: Any) -> TorchWork: ...
     def reconfigure(self, members: Any, *, timeout: timedelta | None = None) -> Self | TorchWork:
-        """Go on as a group of some of the present ranks; whoever holds this group keeps it.
+        """Continue with some of the current ranks; this object stays the group.
 
-        ``members`` are present ranks, in the order of the new ones; every one of them calls it, and
-        the rest need not be alive. What is under way is aborted. A rank that is not a member is
-        left with a closed group.
+        ``members`` lists current ranks in their new order. All members call it; other ranks may be
+        dead. Collectives that are running are aborted. On a rank that is not a member the group is
+        closed.
 
-        When not all members come in time, it raises on those that did, and the group stays closed;
-        they may call it again, with the same members or others, each as often as it needs to.
+        If a member does not call it in time, it raises on the members that did, and the group
+        stays closed. They can call it again, with the same or other members.
 
-        torch calls it with ``ReconfigureOptions``: then members are those of its ``handles`` (the
-        present order if they are a set), its ``uuid`` must be the same on all of them, and what
-        comes back is a work that is done.
+        torch calls it with ``ReconfigureOptions``. Then the members are its ``handles`` (in the
+        current order if it is a set), its ``uuid`` must be the same on all members, and the result
+        is a completed Work.
         """
         if not hasattr(members, "handles"):
             return self._go_on(members, timeout, "reconfigure")

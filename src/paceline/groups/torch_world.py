@@ -64,7 +64,7 @@ def facts_of(group: dist.ProcessGroup, device: torch.device) -> tuple[str, timed
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
-    """Where the ranks of a group met, if it lives and says so."""
+    """Return the store through which the ranks of a group found each other, if it has one."""
     with contextlib.suppress(Exception):  # one that was written in Python may raise anything
         return None if group is None else group.get_group_store()
     return None

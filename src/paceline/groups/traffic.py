@@ -24,10 +24,10 @@ _SHARES: Mapping[str, tuple[int, int]] = {
 
 
 class Traffic:
-    """Calls and bytes of one rank's end of a group, counted when a call is made.
+    """The calls and bytes that this rank has sent in a group, counted when a call is made.
 
-    Bytes are those of the payload under the leanest algorithm (an all-reduce sends ``2 (N-1)/N``
-    of it, an all-gather the whole to ``N-1`` peers), whatever the engine does beneath.
+    Bytes are computed for the algorithm that sends the least (an all-reduce sends ``2 (N-1)/N`` of
+    the payload, an all-gather sends it to ``N-1`` ranks), whichever one the engine uses.
     """
 
     __slots__ = ("_shares", "calls", "sent")
@@ -38,26 +38,26 @@ class Traffic:
         self.resize(ranks)
 
     def resize(self, ranks: int) -> None:
-        """From now on there are so many ranks."""
+        """Set the number of ranks for later calls."""
         self._shares = {kind: share(kind, ranks) for kind in _SHARES}
 
     def note(self, kind: str, nbytes: int) -> None:
-        """A call of this kind was given so many bytes."""
+        """Count a call of ``kind`` with this many bytes of payload."""
         self.calls += 1
         self.sent[kind] += nbytes * self._shares.get(kind, 0)
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Bytes sent, for each kind of call."""
+        """Return the bytes sent, for each kind of call."""
         return dict(self.sent)
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes sent in all."""
+        """The total number of bytes sent."""
         return sum(self.sent.values())
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Set all counts to zero."""
         self.calls = 0
         self.sent.clear()
 

@@ -55,7 +55,7 @@ def wait_for(work: TorchWork, seconds: float | None) -> bool:
 
 
 class Work(TorchWork):
-    """A collective that was started. Subclasses say how one waits for it."""
+    """A collective that has been started; subclasses define how to wait for it."""
 
     # Of the class, since most works never get others: making a work must cost next to nothing.
     entry: events.Entry | None = None  # in the recorder
@@ -82,21 +82,21 @@ class Work(TorchWork):
         raise NotImplementedError
 
     def finally_do(self, finisher: Finisher) -> None:
-        """Call ``finisher`` with the error or None, once, when the end is seen.
+        """Call ``finisher`` once when the work is complete, with its error or None.
 
-        Of several, the last one comes first.
+        If there are several, the last one added is called first.
         """
         if self._once is None:
             self._once = threading.Lock()
         self._finishers = (finisher, *self._finishers)
 
     def then_do(self, action: Callable[[], object]) -> Self:
-        """Call ``action`` when the end is seen, if all went well."""
+        """Call ``action`` when the work has completed without an error."""
         self.finally_do(lambda error: action() if error is None else None)
         return self
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until done. After ``timeout`` it raises, as torch's does, and the work goes on."""
+        """Block until the work is complete. After ``timeout`` it raises, and the work continues."""
         if not self._ended:
             seconds = None if timeout is None else seconds_of(timeout)
             if self._turn is None:
@@ -157,38 +157,38 @@ class Work(TorchWork):
         self._error = error
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once; then results are where they belong, too."""
+        """Return whether the work is complete, so that the results can be read."""
         if not self._ended and self._finishers and self._poll():
             with contextlib.suppress(Exception):  # whoever waits gets it
                 self.wait()
         return self._ended or self._poll()
 
     def is_success(self) -> bool:
-        """Whether it ended without an error."""
+        """Return whether the work has completed without an error."""
         return self._ended and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, once it is known."""
+        """Return the error of the work, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The output tensors; waits for them."""
+        """Wait for the work and return its output tensors."""
         self.wait()
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """Wait, as :meth:`wait` does without a timeout."""
+        """Wait for the work, without a timeout of its own."""
         self.wait()
 
     def source_rank(self) -> int:
-        """The rank a message came from."""
+        """Return the rank that sent the message."""
         return -1
 
     def _source_rank(self) -> int:  # the name torch calls; subclasses define the one above
         return self.source_rank()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the output tensors; a thread completes it, whether or not anybody waits."""
+        """Return a future of the output tensors; a thread completes it, even if nobody waits."""
         # An exception set on a future from Python crashes C++ that waits for it (torch 2.13); one
         # that is raised in a callback arrives as an error.
         gate: Future[None] = Future()

@@ -1,6 +1,6 @@
-"""How a bucket of gradients is averaged, one idea per file; see ``ddp.register_comm_hook``.
+"""Communication hooks: how a bucket of gradients is averaged. See ``ddp.register_comm_hook``.
 
-``allreduce.py`` is the plain way and says what all hooks share; codecs are in ``_exchange/codecs``.
+``allreduce.py`` has the plain hook, and what all hooks share; codecs are in ``_exchange/codecs``.
 """
 
 from .._exchange import (

@@ -1,7 +1,7 @@
 """The plain hook, and what all hooks share.
 
-Hooks take any group: ours, torch's, or None for the one that DDP itself would take. They return a
-future of one flat tensor. Annotations are real objects in these files, not texts: torch's own DDP
+A hook accepts any group: ours, torch's, or None for the default group of DDP. It returns a future
+of one flat tensor. Annotations in these files are objects, not strings, because torch's DDP
 compares them.
 """
 
@@ -23,7 +23,7 @@ Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 def allreduce_hook(
     process_group: ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as DDP does without any hook; one to start from."""
+    """Average a bucket as DDP does without a hook; a starting point for your own hooks."""
     return mean_later(group_or_default(process_group), bucket.buffer())
 
 

@@ -53,11 +53,11 @@ SMALL = 4096  # elements
 class CodecHook:
     """A communication hook that sends gradients through a codec.
 
-    ``small``: parameters with fewer elements travel as they are. ``error_feedback=False`` forgets
-    what encoding loses; then only codecs that are right on average are of use. For the first
-    ``warm_up`` passes everything travels as it is: optimizers that divide by the size of past
-    gradients, as Adam does, learn that size from whole ones. All ranks give the
-    same settings; it is checked when the hook is registered, or with the first bucket.
+    Parameters with fewer than ``small`` elements are sent uncompressed. ``error_feedback=False``
+    discards what encoding loses; use it only with codecs that are unbiased, such as a stochastic
+    :class:`Int8`. The first ``warm_up`` passes are sent uncompressed, so that optimizers such as
+    Adam learn the size of the gradients first. All settings must be the same on all ranks; this is
+    checked when the hook is registered, or with the first bucket.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CodecHook:
     # -- use ----------------------------------------------------------------------------------
 
     def register(self, ddp: Any) -> None:
-        """Average the gradients of ``ddp`` with this hook; all ranks, before the first backward."""
+        """Average the gradients of ``ddp`` with this hook. Call it on all ranks before backward."""
         self._ddp = weakref.ref(ddp)
         for number, (name, param) in enumerate(ddp.module.named_parameters()):
             self._known[id(param)] = number, name, param
@@ -101,7 +101,7 @@ class CodecHook:
         ddp.register_comm_hook(self, run_codec_hook)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket; all of a pass are complete when its last one has come."""
+        """Start to average a bucket; all buckets of a pass complete when the last one has come."""
         try:
             return self._begin(bucket).future
         finally:
@@ -111,10 +111,10 @@ class CodecHook:
     __call__ = reduce
 
     def change(self, codec: Encodes) -> None:
-        """Use another codec from the next pass on; every rank calls it between the same passes.
+        """Use another codec from the next pass on; every rank calls it between the same two passes.
 
-        What was lost by the old one is still sent. When ranks want different codecs, all raise and
-        all stay with the one they have.
+        What the old codec lost is still sent. If ranks pass different codecs, all of them raise and
+        keep the one they have.
         """
         self._between_passes("change")
         wanted = _checked(codec)
@@ -124,31 +124,31 @@ class CodecHook:
 
     @property
     def prompt(self) -> bool:
-        """Whether the reducer may count on calls of this hook to make all their collectives.
+        """Whether a call of this hook makes all its collectives before it returns.
 
-        Not while ranks may find out in one that they do not agree.
+        False while ranks still have to compare their settings.
         """
         return self._agreed
 
     @property
     def group(self) -> Group:
-        """Whom gradients are averaged with."""
+        """The group over which gradients are averaged."""
         return self._connect().group
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes this rank has put on the wire for gradients."""
+        """The bytes that this rank has sent for gradients."""
         return self._meter.sent
 
     @property
     def ratio(self) -> float:
-        """How many times less that is than a plain all-reduce of the buckets would have sent."""
+        """How many times more bytes a plain all-reduce of the buckets would have sent."""
         return self._meter.ratio
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next pass depends on. Every rank has its own."""
+        """Return the state that the next pass depends on. It differs between ranks: save each."""
         self._between_passes("state_dict")
         return {
             "codec": repr(self.codec),
@@ -161,10 +161,10 @@ class CodecHook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the next passes give the same bits as those of the run that saved it.
+        """Load a state; the next passes are bitwise those of the run that saved it.
 
-        Among another number of ranks what was not sent yet is still sent, and the rest of the
-        state, which belongs to that number, is dropped.
+        With another number of ranks, what encoding has lost so far is still sent, and the rest of
+        the state is dropped.
         """
         self._between_passes("load_state_dict")
         if state["codec"] != repr(self.codec):
@@ -237,7 +237,7 @@ class CodecHook:
         self.step += 1
 
     def _abandon(self) -> None:
-        """A pass before this one was never finished."""
+        """Drop an earlier pass that was never completed."""
         for journey in self._journeys:
             journey.end(CodecStateError("The pass was never finished.", "Begin another one."))
         self._journeys = []
@@ -280,7 +280,7 @@ class CodecHook:
     # -- the group ----------------------------------------------------------------------------
 
     def _connect(self) -> MeteredGroup:
-        """A line to the group as it is now; the wrapper may have moved to another one."""
+        """Return a lane to the current group; the wrapper may have moved to another one."""
         given = self.process_group or getattr(self._ddp(), "process_group", None)
         given = group_or_default(given)
         if self._line is None or self._line.source is not given or not self._line.current:
@@ -296,7 +296,7 @@ class CodecHook:
         return torch.device("cpu")
 
     def _agree(self, codec: Codec) -> None:
-        """All ranks want the same, or all raise."""
+        """Raise on all ranks unless all have the same settings."""
         settings = self.small, self.warm_up, self.error_feedback, self.step
         mine = f"{codec}, (small, warm_up, error_feedback, step)={settings}"
         line = self._connect()
@@ -306,7 +306,7 @@ class CodecHook:
         self._agreed = True
 
     def _start_over(self) -> None:
-        """Lay everything out anew. What belonged to the old layout of ranks is sent from here."""
+        """Lay out everything again, and send from here what belonged to the old layout of ranks."""
         for route in self._routes.values():
             route.hand_over(self.residuals)
         self._routes.clear()
@@ -331,7 +331,7 @@ def _weight_of(bucket: Any) -> float:
 
 
 def _sparse(line: MeteredGroup, buffer: Tensor) -> Iterator[Sequence[TorchWork]]:
-    """Sparse gradients are few already."""
+    """Average sparse gradients uncompressed, since they are small already."""
     before = line.group.traffic.bytes_sent
     work = line.group.all_reduce(buffer, ReduceOp.AVG)
     sent = line.group.traffic.bytes_sent - before

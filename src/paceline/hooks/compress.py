@@ -1,7 +1,7 @@
-"""Gradients in 16 bits on the wire.
+"""Gradients that are sent in 16 bits.
 
-Divided by the number of ranks before they are cast, so that the sum fits wherever the mean does. A
-gradient that does not fit becomes infinite, which gradient scalers look for.
+They are divided by the number of ranks before they are cast, so that the sum fits wherever the
+mean does. A gradient that does not fit becomes infinite, which gradient scalers detect.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bfloat16: as few bits, the range of float32, less precision."""
+    """Average a bucket in bfloat16: the range of float32, less precision than float16."""
     return _average_as(torch.bfloat16, process_group, bucket)
 
 
@@ -37,7 +37,7 @@ for _hook in (fp16_compress_hook, bf16_compress_hook):
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """A hook that gives ``hook`` the bucket in float16 and returns its result as the bucket was."""
+    """Return a hook that calls ``hook`` with the bucket in float16, and restores its dtype."""
 
     def fp16_compress_wrapper_hook(
         hook_state: Any, bucket: dist.GradBucket
@@ -48,7 +48,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """A hook that gives ``hook`` the bucket in bfloat16 and returns it as the bucket was."""
+    """Return a hook that calls ``hook`` with the bucket in bfloat16, and restores its dtype."""
 
     def bf16_compress_wrapper_hook(
         hook_state: Any, bucket: dist.GradBucket

@@ -1,4 +1,4 @@
-"""A hook that exchanges nothing, to see what a step costs without communication."""
+"""A hook that sends nothing, to measure what communication costs."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from .._exchange import done
 
 
 def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave gradients as they are. Ranks drift apart: this is for measuring only.
+    """Leave gradients as they are. The models of the ranks diverge: use it for measuring only.
 
-    If a step is hardly faster with it, a cleverer exchange will not help.
+    If a step is not much faster with it, no other hook will make it much faster.
     """
     return done(bucket.buffer())

@@ -1,7 +1,7 @@
-"""torch's hook for mixed precision, for code that registers it by hand.
+"""torch's hook for mixed precision, for code that registers it.
 
-Our DDP needs none: its parameters never leave full precision, and with ``mixed_precision=`` its
-buckets travel in ``reduce_dtype`` by themselves. What is left to do is the travelling.
+Paceline's DDP does not need it: parameters stay in full precision, and with ``mixed_precision=``
+buckets are sent in ``reduce_dtype``. The hook only averages the bucket.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .._exchange import mean_later
 
 @dataclass
 class _AllreduceUpcastHookState:
-    """Which wrapper a bucket comes from. The rest is torch's, and is left alone."""
+    """Holds the wrapper of a bucket; torch's other fields are not used."""
 
     ddp_weakref: Any
     upcast_stream: Any = None
@@ -27,7 +27,7 @@ class _AllreduceUpcastHookState:
 def _reducer_allreduce_and_upcast_hook(
     hook_state: _AllreduceUpcastHookState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in the wrapper's ``reduce_dtype``; the result is as the bucket was."""
+    """Average a bucket in the wrapper's ``reduce_dtype``, and restore its dtype."""
     ddp, buffer = hook_state.ddp_weakref(), bucket.buffer()
     precision = ddp.mixed_precision
     dtype = (precision and (precision.reduce_dtype or precision.param_dtype)) or buffer.dtype

@@ -25,7 +25,7 @@ _overlapped: dict[type, Callable[..., "OverlappedOptimizer"]] = {}
 
 
 class _OptimizerHookState:
-    """A functional optimizer (one with ``step_param``), and the parameters it is for."""
+    """A functional optimizer (one with ``step_param``) and its parameters."""
 
     __slots__ = ["functional_optimizer", "params_to_optimize"]
 
@@ -39,14 +39,15 @@ class _OptimizerHookState:
         self.params_to_optimize = None if params is None else set(params)
 
     def concerns(self, param: Tensor) -> bool:
-        """Whether the optimizer is for this parameter."""
+        """Return whether the optimizer steps this parameter."""
         return self.params_to_optimize is None or param in self.params_to_optimize
 
 
 def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Hook:
-    """A hook that steps the parameters of a bucket when ``hook`` has averaged it.
+    """Return a hook that steps the parameters of a bucket once ``hook`` has averaged it.
 
-    For plain passes. It cannot know the sum of the ranks' weights, which DDP divides by later.
+    It works with plain passes only: it does not know the sum of the weights, by which DDP divides
+    later.
     """
 
     def hook_then_optimizer_wrapper(
@@ -65,14 +66,14 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
 
 
 def settle(bucket: Any, average: Tensor) -> None:
-    """See to it that ``bucket.gradients()`` are the average, wherever a hook has put it."""
+    """Make ``bucket.gradients()`` the averages, wherever the hook has put them."""
     buffer = bucket.buffer()
     if average.data_ptr() != buffer.data_ptr():
         buffer.copy_(average.view_as(buffer))
 
 
 def register_overlapped(optim_cls: type) -> Callable[[type], type]:
-    """Name the class that overlaps optimizers of ``optim_cls``, as a decorator of it."""
+    """A class decorator: the class overlaps optimizers of ``optim_cls``."""
 
     def register(overlapped: type) -> type:
         if overlapped in _overlapped.values():
@@ -88,18 +89,18 @@ def register_overlapped(optim_cls: type) -> Callable[[type], type]:
 
 
 class OverlappedOptimizer(ABC):
-    """An optimizer that attaches itself to a wrapped model."""
+    """Base class of optimizers that attach themselves to a wrapped model."""
 
     def __init__(self, optim_cls: type) -> None:
         self.optim_cls = optim_cls
 
     @abstractmethod
     def register_ddp(self, ddp: Any) -> None:
-        """Step with the passes of ``ddp`` from now on."""
+        """Step in the backward passes of ``ddp`` from now on."""
 
     @abstractmethod
     def register_fsdp(self, fsdp: Any) -> None:
-        """Step with the passes of ``fsdp`` from now on."""
+        """Step in the backward passes of ``fsdp`` from now on."""
 
 
 @register_overlapped(Optimizer)
@@ -112,7 +113,7 @@ class _OverlappedStandardOptimizer(OverlappedOptimizer):
         self._args, self._kwargs = optim_args, optim_kwargs
 
     def register_ddp(self, ddp_inst: Any) -> None:
-        """Step with the passes of ``ddp_inst``; there can be no other communication hook."""
+        """Step in the passes of ``ddp_inst``, which cannot have another communication hook."""
         if hasattr(ddp_inst, "after_backward"):  # ours steps after all is divided
             ddp_inst._register_fused_optim(
                 self.optim_cls, *self._args, optim_params=self._params, **self._kwargs
@@ -125,7 +126,7 @@ class _OverlappedStandardOptimizer(OverlappedOptimizer):
         ddp_inst.register_comm_hook(None, _hook_then_optimizer(allreduce_hook, state))
 
     def register_fsdp(self, fsdp: Any) -> None:
-        """Refused, as in torch."""
+        """Raise an error, as torch does."""
         raise NotImplementedError(f"{type(self).__name__} does not support overlapped FSDP.")
 
 

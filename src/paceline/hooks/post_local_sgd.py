@@ -1,8 +1,8 @@
-"""Post-local SGD: average over all ranks at first, then only among ranks that are close.
+"""Post-local SGD: average over all ranks at first, later only over a subgroup.
 
-Meant to go with a model averager, which then makes the parameters alike every few steps. With
-``ddp.samples``, a subgroup's gradient counts by its share of all samples, so that the parameters'
-plain mean is right.
+Use it with a model averager, which averages the parameters every few steps. With ``ddp.samples``,
+the gradient of a subgroup is weighted by its share of all samples, so that the plain mean of the
+parameters is right.
 """
 
 import logging
@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class PostLocalSGDState:
-    """Which groups :func:`post_localSGD_hook` averages over, and since when.
+    """State of :func:`post_localSGD_hook`: the groups to average over, and when to switch.
 
-    Up to step ``start_localSGD_iter`` gradients are averaged over ``process_group``, then over
-    ``subgroup``, or not at all without ``post_local_gradient_allreduce``. ``subgroup=None`` means
-    the ranks on this machine; that group is opened when it is first needed, on all ranks at once.
+    Until step ``start_localSGD_iter`` gradients are averaged over ``process_group``, then over
+    ``subgroup``; with ``post_local_gradient_allreduce=False`` they are then not averaged at all.
+    ``subgroup=None`` is a group of the ranks on this host; all ranks open it when it is first
+    needed.
     """
 
     __slots__ = [
@@ -54,7 +55,7 @@ class PostLocalSGDState:
         log.info("Local SGD will be started after %s steps.", start_localSGD_iter)
 
     def follow_group(self, process_group: ProcessGroup) -> None:
-        """Go on in another group, as the wrapper does; a subgroup of the old one is opened anew."""
+        """Continue in another group, as the wrapper does, with a new subgroup."""
         if self.subgroup is not None and not self._opened:
             raise HookStateError(
                 f"rank {process_group.rank()}: the wrapper is to go on in another group, and "
@@ -66,7 +67,7 @@ class PostLocalSGDState:
         self.process_group, self.subgroup = process_group, None
 
     def maybe_increase_iter(self, bucket: Any) -> None:
-        """Count a step when its last bucket comes."""
+        """Count a step when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
@@ -76,7 +77,7 @@ class PostLocalSGDState:
 def post_localSGD_hook(
     state: PostLocalSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, and after some steps over a few."""
+    """Average a bucket over all ranks, and after some steps over a subgroup."""
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
         return mean_later(group_or_default(state.process_group), bucket.buffer())
@@ -90,7 +91,7 @@ def post_localSGD_hook(
 
 
 def _on_this_machine(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A group of the ranks here; all ranks of ``group`` make the call."""
+    """Return a group of the ranks on this host; all ranks of ``group`` call it."""
     mine = torch.tensor(list(_machine()), dtype=torch.uint8, device=device)
     machines: dict[tuple[int, ...], list[int]] = {}
     for rank, name in enumerate(gather_later(group, mine).wait().tolist()):
@@ -99,5 +100,5 @@ def _on_this_machine(group: ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def _machine() -> bytes:
-    """A name that this machine alone has, until it is started again."""
+    """Return a name of this host that is unique until the next boot."""
     return UUID(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()).bytes

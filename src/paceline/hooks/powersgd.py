@@ -33,7 +33,7 @@ from .powersgd_state import PowerSGDState
 def powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with each gradient approximated for itself."""
+    """Average a bucket, approximating each gradient by a low-rank matrix."""
     group, buffer = group_or_default(state.process_group), bucket.buffer()
     indices = state.indices_of(bucket.parameters())
     if state.averages_plainly or buffer.is_sparse:
@@ -48,7 +48,7 @@ def powerSGD_hook(
 def batched_powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as one square matrix: quicker, and as a rule much less precise."""
+    """Average a bucket as one square low-rank matrix: faster, and usually much less precise."""
     group, buffer = group_or_default(state.process_group), bucket.buffer()
     if state.averages_plainly or buffer.is_sparse:
         state.maybe_increase_iter(bucket)

@@ -36,22 +36,21 @@ class _Here:
         self._numbers: Any = WeakIdKeyDictionary()  # parameter → its number
 
     def start(self, job: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """Have the exchanges of all buckets done one after the other, while backward goes on."""
+        """Run the communication of all buckets in order, while the backward pass continues."""
         return self._lane.start(job, device)
 
 
 class PowerSGDState(_Here):
-    """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
+    """Settings and state of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
-    Gradients are averaged plainly for ``start_powerSGD_iter`` steps; from then on each that gets
-    smaller by more than ``min_compression_rate`` is sent as two matrices of
-    ``matrix_approximation_rank`` columns. ``use_error_feedback`` adds what an approximation left
-    out to the next gradient; ``warm_start`` begins each search where the last one ended. Both
-    should stay on. ``orthogonalization_epsilon`` is accepted for its meaning in torch, and not
-    needed. ``batch_tensors_with_same_shape`` multiplies matrices of one shape in one call, at the
-    price of a copy.
+    For ``start_powerSGD_iter`` steps gradients are averaged uncompressed. After that, a gradient
+    that shrinks by more than a factor of ``min_compression_rate`` is sent as two matrices of
+    ``matrix_approximation_rank`` columns. ``use_error_feedback`` adds the error of an approximation
+    to the next gradient; ``warm_start`` starts each approximation from the last one. Keep both on.
+    ``orthogonalization_epsilon`` is accepted and not needed. ``batch_tensors_with_same_shape``
+    multiplies matrices of one shape in one call, which needs a copy.
 
-    Each rank has its own errors, so each rank saves its own state.
+    Errors differ between ranks, so each rank saves its own state.
     """
 
     __slots__ = [
@@ -118,36 +117,36 @@ class PowerSGDState(_Here):
 
     @property
     def averages_plainly(self) -> bool:
-        """Whether it is too early for PowerSGD."""
+        """Return whether this step is still averaged uncompressed."""
         return self.iter < self.start_powerSGD_iter
 
     def maybe_increase_iter(self, bucket: Any) -> None:
-        """Count a step when its last bucket comes."""
+        """Count a step when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 log.info("Gradients are approximated from now on, after %s steps.", self.iter)
 
     def indices_of(self, params: Sequence[Tensor]) -> list[int]:
-        """The parameters' indices, given to those that come for the first time."""
+        """Return the indices of the parameters; new parameters get the next ones."""
         for param in reversed(params):
             if param not in self._numbers:
                 self._numbers[param] = len(self._numbers)
         return [self._numbers[param] for param in params]
 
     def seed_for(self, index: int) -> int:
-        """For the first ``Q`` of a parameter in this step."""
+        """Return the seed of the first ``Q`` of a parameter in this step."""
         return self.rng.at(self.iter, index)
 
     # -- what was saved -----------------------------------------------------------------------
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How many times fewer elements were sent; how many there were; how many were sent."""
+        """Return the compression ratio, the number of elements, and how many of them were sent."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
     def count(self, layout: LowRankPlan, *, last: bool) -> None:
-        """Add a bucket to the statistics; tell them when it is time to."""
+        """Add a bucket to the statistics, and log them when due."""
         self.total_numel_before_compression += layout.numel
         self.total_numel_after_compression += layout.numel_sent
         if last and self.iter >= self.next_stats_report:
@@ -158,7 +157,7 @@ class PowerSGDState(_Here):
     # -- saving -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers, in tensors and numbers; the settings are the user's."""
+        """Return the state of this rank, as tensors and numbers, without the settings."""
         return {
             "iter": self.iter,
             "seed": self.rng.seed,
@@ -171,7 +170,7 @@ class PowerSGDState(_Here):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the state that gave ``state_dict`` would have; before the first pass."""
+        """Continue like the state that returned ``state_dict``; call it before the first pass."""
         missing = self.state_dict().keys() - state_dict.keys()
         if missing:
             raise HookStateError(

@@ -20,14 +20,14 @@ _HEAD = 2  # numbers before the values of a stretch: its step, and the value tha
 def quantization_pertensor_hook(
     process_group: ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in 8 bits, all of it in the same steps."""
+    """Average a bucket in 8 bits, with one scale for the whole bucket."""
     return _average(process_group, bucket.buffer(), 0)
 
 
 def quantization_perchannel_hook(
     process_group: ProcessGroup, bucket: dist.GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in 8 bits, every ``bucket_size`` elements in steps of their own."""
+    """Average a bucket in 8 bits, with one scale for every ``bucket_size`` elements."""
     return _average(process_group, bucket.buffer(), bucket_size)
 
 

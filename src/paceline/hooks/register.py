@@ -33,13 +33,13 @@ def _power(
     matrix_approximation_rank: int,
     start_powerSGD_iter: int = 1_000,
 ) -> None:
-    """The state is only a group here, as for other hooks; the rest is put around it."""
+    """Return a PowerSGD hook whose ``state`` is a group, like that of the other hooks."""
     whole = PowerSGDState(state, matrix_approximation_rank, start_powerSGD_iter)
     model.register_comm_hook(whole, comm_hook)
 
 
 class DDPCommHookType(Enum):
-    """Hooks by name: ``DDPCommHookType.ALLREDUCE.value(model=ddp, state=group)`` registers one."""
+    """Names of hooks; ``DDPCommHookType.ALLREDUCE.value(model=ddp, state=group)`` registers one."""
 
     ALLREDUCE = member(partial(_plain, comm_hook=allreduce_hook))
     FP16_COMPRESS = member(partial(_plain, comm_hook=fp16_compress_hook))

@@ -27,9 +27,9 @@ from .optimizer_overlap import settle
 
 
 def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False) -> Hook:
-    """A hook that averages as ``hook`` does and lets ``zero`` step inside the backward pass.
+    """Return a hook that averages like ``hook`` and steps ``zero`` inside the backward pass.
 
-    ``zero`` is made with ``overlap_with_ddp=True``; its ``step()`` need not be called then.
+    Create ``zero`` with ``overlap_with_ddp=True``; you need not call its ``step()``.
     """
     take = _stepper(ddp, zero, shard_buckets, at_once=False)
 
@@ -44,10 +44,10 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = F
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False
 ) -> Hook:
-    """A hook that averages as ``hook`` does and lets ``zero`` step each bucket when it is averaged.
+    """Return a hook that averages like ``hook`` and steps each bucket of ``zero`` once averaged.
 
-    Over torch's DDP that is inside the backward pass, over ours at its end. ``zero`` is made with
-    ``overlap_with_ddp=True``; its ``step()`` need not be called then.
+    With torch's DDP that is inside the backward pass, with Paceline's at its end. Create ``zero``
+    with ``overlap_with_ddp=True``; you need not call its ``step()``.
     """
     take = _stepper(ddp, zero, shard_buckets, at_once=True)
 

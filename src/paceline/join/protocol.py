@@ -55,20 +55,20 @@ class JoinHook(TorchJoinHook):
     """What a joined rank does for one joinable; by default nothing."""
 
     def main_hook(self) -> None:
-        """Make the collective calls of one step, as a rank that adds nothing to them."""
+        """Make the collectives of one step, without contributing to them."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End the matter, once, when all ranks have joined; every rank calls it.
+        """Finish, once all ranks have joined; called once on every rank.
 
-        ``is_last_joiner`` is true on the ranks that stood in for no step, at least one of them.
+        ``is_last_joiner`` is True on the ranks that joined last; there is at least one.
         """
 
 
 class Joinable(TorchJoinable):
-    """Something whose collective calls can be made by a :class:`JoinHook` instead.
+    """Base class of objects whose collectives a :class:`JoinHook` can make for a joined rank.
 
-    It calls :meth:`Join.notify_join_context` before the collectives of a step, and its constructor
-    calls this one.
+    A subclass calls :meth:`Join.notify_join_context` before the collectives of a step, and
+    ``super().__init__()`` in its constructor.
     """
 
     _join_config: Any  # JoinConfig, or torch's own while the object is in torch's Join
@@ -80,25 +80,25 @@ class Joinable(TorchJoinable):
 
     @property
     def join_config(self) -> Any:
-        """What it knows of the Join it is in: a :class:`JoinConfig`, or torch's own in torch's."""
+        """The state of the Join this object is in: a :class:`JoinConfig`, or torch's class."""
         return self._join_config
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        """Make the hook for one Join, from that Join's additional keyword arguments.
+        """Return the hook for one Join; ``kwargs`` are the keyword arguments of that Join.
 
-        All joinables of a Join get the same ones; ignore those meant for others.
+        All joinables of a Join get the same arguments; ignore those that are for others.
         """
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where the tensors of Join's own all-reduces are to be."""
+        """The device for the tensors of Join's own all-reduces."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group of Join's own all-reduces; None means torch's default group."""
+        """The group for Join's own all-reduces; None is torch's default group."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """What a joinable knows of the Join context it is in."""
+    """What a joinable knows about the Join context it is in."""
 
     enable: bool
     throw_on_early_termination: bool
@@ -121,21 +121,21 @@ class JoinConfig:
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
-        """What it knows outside of any."""
+        """Return the configuration for use outside of any Join."""
         return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 class Join:
-    """The context in which ranks may run out of inputs at different times.
+    """A context in which ranks may run out of inputs at different times.
 
-    ``joinables`` share one process group; their hooks are called in the given order, and the first
-    one's ``join_device`` is used. ``enable=False`` makes the context do nothing. With
-    ``throw_on_early_termination`` every rank raises as soon as one has run out: the one itself at
-    the end of the block, the others where they begin the next step. ``kwargs`` go to every
-    joinable's ``join_hook``.
+    ``joinables`` share one process group; their hooks are called in the given order, and
+    ``join_device`` of the first one is used. ``enable=False`` makes the context do nothing. With
+    ``throw_on_early_termination`` every rank raises as soon as one has run out: that rank at the
+    end of the block, the others at the beginning of their next step. ``kwargs`` are passed to
+    ``join_hook`` of every joinable.
 
-    When a rank raises inside the block, so do the others (``parting.py`` says how and when). Blocks
-    may not be nested on one group. ::
+    If a rank raises inside the block, the other ranks raise too. Blocks on one group cannot be
+    nested. ::
 
         with Join([model, optimizer]):
             for batch in batches:  # as many as this rank happens to have
@@ -197,11 +197,11 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: TorchJoinable) -> TorchWork | None:
-        """Tell the ranks that have joined that this one begins another step.
+        """Tell the ranks that have joined that this rank begins another step.
 
-        A joinable calls it before the collectives of a step. Only the first one of a Join sends
-        anything; then the result is the work of an all-reduce, whose sum is the number of ranks
-        that have not joined. Nobody needs to wait for it.
+        A joinable calls it before the collectives of a step. Only the first joinable of a Join
+        sends something; it gets the Work of an all-reduce whose sum is the number of ranks that
+        have not joined. You need not wait for it.
         """
         config = getattr(joinable, "_join_config", None)
         if config is None:

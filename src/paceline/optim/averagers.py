@@ -32,9 +32,9 @@ NOT_NEEDED = (
 
 
 def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGroup | None) -> None:
-    """Replace each parameter by its mean over the group; every rank of it calls this.
+    """Replace each parameter by its mean over the group; every rank of the group calls it.
 
-    A rank that torch says is not in the group keeps its parameters.
+    On a rank that is not in the group, parameters are unchanged.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if process_group is outside:
@@ -53,7 +53,7 @@ def average_parameters(params: Iterable[nn.Parameter], process_group: ProcessGro
 
 
 def get_params_to_average(params: Params) -> list[nn.Parameter]:
-    """The parameters that have a gradient, from a model's or from an optimizer's groups."""
+    """Return the parameters that have a gradient, from parameters or parameter groups."""
     found: list[nn.Parameter] = []
     for entry in params:
         if isinstance(entry, nn.Parameter):
@@ -71,15 +71,15 @@ def get_params_to_average(params: Params) -> list[nn.Parameter]:
 def average_parameters_or_parameter_groups(
     params: Params, process_group: ProcessGroup | None
 ) -> None:
-    """:func:`average_parameters` of those that have a gradient."""
+    """Call :func:`average_parameters` for the parameters that have a gradient."""
     average_parameters(get_params_to_average(params), process_group)
 
 
 class ModelAverager(TorchAverager):
-    """Decides when parameters are averaged, and over whom.
+    """Base class: decides when parameters are averaged, and over which group.
 
     ``step`` counts the calls of :meth:`average_parameters`; training loops and checkpoints may set
-    it. It *is* one of torch's averagers, so whatever takes those takes it.
+    it. It is a subclass of torch's ModelAverager.
     """
 
     process_group: ProcessGroup
@@ -89,7 +89,7 @@ class ModelAverager(TorchAverager):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages every ``period`` steps, beginning at step ``warmup_steps``, counted from 0."""
+    """Averages every ``period`` steps, starting at step ``warmup_steps`` (counted from 0)."""
 
     def __init__(
         self, period: int, warmup_steps: int = 0, process_group: ProcessGroup | None = None
@@ -104,7 +104,7 @@ class PeriodicModelAverager(ModelAverager):
         self.warmup_steps, self.period = warmup_steps, period
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step, and average if it is due; every rank calls it at every step."""
+        """Count a step, and average if it is due; every rank calls it in every step."""
         done = self.step - self.warmup_steps
         if done >= 0 and done % self.period == 0:
             average_parameters_or_parameter_groups(params, self.process_group)

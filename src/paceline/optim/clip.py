@@ -24,7 +24,7 @@ from ..groups import Group, ReduceOp
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients as one rank has them; an optimizer may offer them with a method ``gradients``."""
+    """The gradients of one rank; returned by the method ``gradients`` of a sharded optimizer."""
 
     whole: Sequence[Tensor]  # every rank has them
     parts: Sequence[Tensor] = ()  # this rank's stretches of what is cut over ``group``
@@ -41,11 +41,12 @@ def clip_grad_norm_(
     *,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients down so that the norm of all of them is at most ``max_norm``; returns it.
+    """Clip the gradients to a total norm of at most ``max_norm``, and return the norm before.
 
-    ``parameters`` are parameters, a model or an optimizer; a paired ZeroRedundancyOptimizer has its
-    gradients in stretches, and so has the model it is paired with. With ``group``, the gradients
-    given are this rank's stretches of gradients that are spread over it. All ranks call it.
+    ``parameters`` are parameters, a model or an optimizer. If gradients are divided between ranks,
+    as with a ZeroRedundancyOptimizer with ``ddp=``, the norm is that of all parts. With ``group``,
+    the gradients are this rank's parts of gradients that are divided over that group. All ranks
+    call it.
     """
     gradients = _gradients_of(parameters, group)
     terms = _terms(gradients)

@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages over groups of several sizes, each with a period of its own.
+    """Averages over groups of several sizes, each with its own period.
 
-    ``period_group_size_dict`` maps periods, in rising order, to sizes of groups of neighbouring
-    ranks; the last size is that of the whole group. A step that is a multiple of several periods
-    belongs to the longest one. Steps count from 0; nothing is averaged before ``warmup_steps``.
+    ``period_group_size_dict`` maps periods, in increasing order, to the sizes of groups of
+    consecutive ranks; the last size is that of the whole group. If several periods divide a step,
+    the longest one is used. Steps count from 0; nothing is averaged before ``warmup_steps``.
 
-    The smaller groups are made here, and :meth:`shutdown` gives them back.
+    The constructor opens the smaller groups; :meth:`shutdown` closes them.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class HierarchicalModelAverager(ModelAverager):
             self.period_process_group_dict[period] = self._neighbours(size)
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step, and average over the group it belongs to, if any."""
+        """Count a step, and average over the group that is due, if any."""
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:
             average_parameters_or_parameter_groups(params, group)
         self.step += 1
 
     def shutdown(self) -> None:
-        """Give back the groups that were made here; every rank calls it."""
+        """Close the groups that the constructor opened; every rank calls it."""
         while self.period_process_group_dict:
             _, group = self.period_process_group_dict.popitem()
             if group is self.process_group:

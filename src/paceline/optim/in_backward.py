@@ -30,19 +30,19 @@ class Tells(Protocol):
 
 
 class InBackward(Wrapping):
-    """Steps ``optimizer_class`` at the end of every averaged backward pass of ``model``::
+    """Steps ``optimizer_class`` at the end of every backward pass that averages gradients::
 
         optimizer = InBackward(ddp, torch.optim.AdamW, lr=1e-3, max_norm=1.0)
         for batch in loader:
-            loss(ddp(batch)).backward()  # averages, clips, steps, and forgets the gradients
+            loss(ddp(batch)).backward()  # averages, clips, steps, and clears the gradients
 
-    ``model`` is a paceline ``DistributedDataParallel``. Passes inside ``no_sync`` gather gradients
-    and do not step. With ``max_norm`` gradients are clipped by their global norm, which is then in
-    :attr:`norm`. With a ``scaler`` (``torch.amp.GradScaler``) they are unscaled first, and steps
-    with infinite gradients are left out; the caller scales the loss and calls ``scaler.update()``.
+    ``model`` is a Paceline ``DistributedDataParallel``. Passes inside ``no_sync`` accumulate and do
+    not step. ``max_norm`` clips gradients by their global norm, which is then in :attr:`norm`. With
+    a ``scaler`` (``torch.amp.GradScaler``) gradients are unscaled first, and steps with infinite
+    gradients are skipped; you scale the loss and call ``scaler.update()``.
 
-    It is a ``torch.optim.Optimizer`` for schedulers and checkpoints. :meth:`step` and
-    :meth:`zero_grad` may stay in the training loop: they have nothing left to do.
+    It is a ``torch.optim.Optimizer``, so schedulers and checkpoints work. You can leave
+    :meth:`step` and :meth:`zero_grad` in the training loop; they do nothing.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class InBackward(Wrapping):
         self._opt_called = True  # schedulers ask for it
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do nothing, since the backward pass steps; a ``closure`` is called, which does."""
+        """Do nothing, since the backward pass steps; call ``closure`` if given."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
     def detach(self) -> None:
-        """Step no more; gradients stay in ``.grad`` from now on."""
+        """Stop stepping in backward passes; gradients then stay in ``.grad``."""
         self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, as if it were stepped by hand."""
+        """Return the state of the inner optimizer, in its own format."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,11 +12,11 @@ from .wrapping import Closure, Wrapping
 
 
 class PostLocalSGDOptimizer(Wrapping):
-    """Steps ``optim`` on this rank, then lets ``averager`` average the parameters if it is time.
+    """Steps ``optim`` on this rank, then lets ``averager`` average the parameters when due.
 
-    With ``post_localSGD_hook`` on the wrapped model, ``averager.warmup_steps`` is to be the hook's
-    ``start_localSGD_iter``: until then gradients are averaged over all ranks, from then on over a
-    subgroup, and the averager makes up for it.
+    With ``post_localSGD_hook``, set ``averager.warmup_steps`` to the hook's
+    ``start_localSGD_iter``: until then gradients are averaged over all ranks, later over a
+    subgroup, and the averager keeps the models together.
     """
 
     def __init__(self, optim: Optimizer, averager: TorchAverager) -> None:
@@ -24,17 +24,17 @@ class PostLocalSGDOptimizer(Wrapping):
         self.averager = averager
 
     def step(self, closure: Closure = None) -> Any:
-        """Step, and average if it is time; every rank calls it as often."""
+        """Step, and average if it is due; every rank calls it equally often."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(params=self.param_groups)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, and under ``step`` how far the averager has counted."""
+        """Return the state of the inner optimizer, and under ``step`` the averager's step count."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict; one without a count of steps sets the averager to 0."""
+        """Load a state dict; without a step count the averager starts from 0."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(

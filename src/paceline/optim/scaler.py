@@ -17,11 +17,11 @@ from .clip import Gradients
 
 
 class GradScaler(OpenGradScaler):
-    """torch's GradScaler, which asks the other ranks where gradients are in stretches.
+    """torch's GradScaler, extended for optimizers whose gradients are divided between ranks.
 
-    A rank that finds an inf in its stretch would otherwise skip a step that the others take. An
-    optimizer with such gradients has a method ``gradients`` (``clip.py``); for others nothing is
-    different.
+    Without it, a rank that finds an inf in its part would skip a step that the others take. An
+    optimizer with divided gradients has a method ``gradients``; for all others this class behaves
+    like torch's.
     """
 
     def unscale_grads(

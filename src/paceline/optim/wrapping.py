@@ -15,10 +15,10 @@ Closure = Callable[[], Any] | None
 
 
 class Wrapping(Optimizer):
-    """Has the parameter groups and the state of the optimizer inside, ``optim``.
+    """Base class of optimizers around another one, ``optim``, whose groups and state it has.
 
-    They are looked up each time, not copied: a state dict that is loaded gives the optimizer inside
-    new ones, and schedulers and scripts that hold this object must see those.
+    They are looked up each time, not copied: loading a state dict replaces them, and schedulers
+    that hold this object must see the new ones.
     """
 
     asks_first = True  # before a step, whether the last backward pass failed; see ddp/pending.py
@@ -37,12 +37,12 @@ class Wrapping(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer inside, for schedulers to change."""
+        """The parameter groups of the inner optimizer; schedulers change them."""
         return self.optim.param_groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """What the optimizer inside keeps for each parameter."""
+        """The state of the inner optimizer."""
         return self.optim.state
 
     def __repr__(self) -> str:
@@ -53,5 +53,5 @@ class Wrapping(Optimizer):
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let the optimizer inside step these parameters too."""
+        """Add a parameter group to the inner optimizer."""
         self.optim.add_param_group(param_group)

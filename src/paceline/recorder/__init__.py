@@ -1,6 +1,6 @@
-"""The recorder: what every rank did lately, why one waits for another, and all of it in a file.
+"""The recorder: what every rank did recently, why one waits for another, and reports of runs.
 
-Always on; ``PACELINE_RECORDER=0`` turns it off. ``events.py`` is what the other layers write to.
+It is always on; ``PACELINE_RECORDER=0`` turns it off. Other packages write to ``events.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def read_report(run_dir: str | Path) -> Report:
-    """Read a recorded run to tell about it; its ``write`` makes the page."""
+    """Read a recorded run; ``write`` of the result writes the HTML page."""
     from .report import read_report as read
 
     return read(run_dir)

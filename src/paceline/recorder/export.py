@@ -16,7 +16,7 @@ from .totals import summary, totals
 
 @dataclass(frozen=True)
 class MetricsServer:
-    """A running endpoint; :meth:`close` ends it."""
+    """A running metrics endpoint."""
 
     host: str
     port: int
@@ -25,21 +25,21 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where the numbers are."""
+        """The address of the metrics."""
         return f"http://{self.host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Stop answering and free the port."""
+        """Stop serving and close the port."""
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
 
 
 def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
-    """Offer this rank's numbers to Prometheus at ``http://host:port/metrics``, from a thread.
+    """Serve the metrics of this rank to Prometheus at ``http://host:port/metrics``.
 
-    Port 0 picks a free one; ranks of one host need different ports. Needs ``prometheus_client``.
-    ``PACELINE_METRICS=PORT`` gives one endpoint for all ranks of a host.
+    A thread answers. Port 0 picks a free port; ranks of one host need different ports. It needs
+    ``prometheus_client``. With ``PACELINE_METRICS=PORT`` one endpoint serves all ranks of a host.
     """
     return serve(_NumbersHere(), port, host)
 
@@ -123,7 +123,7 @@ class _NumbersHere:
 
 
 def to_tensorboard(writer: Any, step: int, prefix: str = "paceline") -> None:
-    """Add this rank's numbers to a ``SummaryWriter`` (or anything with ``add_scalar``)."""
+    """Write the metrics of this rank to a ``SummaryWriter`` (or anything with ``add_scalar``)."""
     done, lately = totals(), summary()
     scalars = {
         "step_seconds": lately.step_seconds,

@@ -67,7 +67,7 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankLog(msgspec.Struct, frozen=True):
-    """What one rank recorded: the latest events, oldest first."""
+    """The latest events of one rank, oldest first."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
@@ -108,7 +108,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def read_run(directory: Path) -> list[RankLog]:
-    """All ranks' logs in ``directory``, by rank."""
+    """Return the logs of all ranks in ``directory``, by rank."""
     logs = [read_log(path) for path in log_paths(directory)]
     return sorted(logs, key=lambda log: log.rank)
 

@@ -17,16 +17,16 @@ RECORD = "PACELINE_RECORD"  # the folder that every rank saves to at its end
 
 
 def save(directory: str | Path, *, rank: int | None = None) -> Path:
-    """Write what this rank recorded into ``directory`` and return the file.
+    """Write what this rank has recorded to a file in ``directory``, and return its path.
 
-    Every rank saves into the same folder, each its own file. ``rank`` is needed only where one
-    process has several ranks (as threads).
+    All ranks use the same folder; each writes its own file. ``rank`` is needed only if one process
+    has several ranks (threads).
     """
     return write_log(Path(directory), rank_log(rank))
 
 
 def save_all(directory: str | Path) -> list[Path]:
-    """:meth:`save` for every rank of this process."""
+    """Call :func:`save` for every rank of this process."""
     return [save(directory, rank=rank) for rank in ranks_here()]
 
 
@@ -44,7 +44,7 @@ def ranks_here() -> list[int]:
 
 
 def rank_log(rank: int | None = None) -> RankLog:
-    """What this rank recorded, the oldest first."""
+    """Return what this rank has recorded, oldest first."""
     here = ranks_here()
     if rank is None:
         rank = here[0] if here else int(os.environ.get("RANK", "0"))

@@ -11,7 +11,7 @@ from . import events
 
 @dataclass(frozen=True)
 class Summary:
-    """The latest steps of this rank."""
+    """A summary of the last steps of this rank."""
 
     step_seconds: float  # from one forward to the next: the median; 0 while it is not known
     wait_share: float  # of that time, spent in waiting for other ranks: 0 to 1
@@ -19,7 +19,10 @@ class Summary:
 
 
 def summary(steps: int = 50, *, rank: int | None = None) -> Summary:
-    """What the latest ``steps`` steps were like on this rank (``rank``, if it has several)."""
+    """Return a summary of the last ``steps`` steps of this rank.
+
+    ``rank`` is needed only if this process has several ranks.
+    """
     if steps < 1:
         raise ValueError(f"summary: steps is {steps}; it takes at least one.")
     found = [e for e in list(events.steps) if rank in (None, e.track.board.world_rank)]
@@ -39,7 +42,7 @@ def _latest_model(found: list[events.StepEntry]) -> list[events.StepEntry]:
 
 @dataclass(frozen=True)
 class Totals:
-    """What this process has done since it began."""
+    """What this process has done since it started."""
 
     steps: int
     collectives: int
@@ -47,7 +50,7 @@ class Totals:
 
 
 def totals() -> Totals:
-    """Steps, collectives and bytes of all groups there were."""
+    """Return the numbers of steps, collectives and bytes, over all groups of this process."""
     boards, past = list(events.boards.values()), events.past
     sent = [board.traffic.bytes_sent for board in boards if board.traffic is not None]
     return Totals(

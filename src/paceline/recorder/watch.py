@@ -346,10 +346,10 @@ def install() -> None:
 
 
 def configure(*, warn_after: float | None = None, on: bool | None = None) -> None:
-    """Set when a collective is late (seconds), and whether groups made from now on are recorded.
+    """Set after how many seconds a collective is late, and whether new groups are recorded.
 
-    What is None is left to the environment: ``PACELINE_WARN_AFTER`` (10; 0 for never) and
-    ``PACELINE_RECORDER``.
+    None leaves a setting to the environment: ``PACELINE_WARN_AFTER`` (10 by default; 0 is never)
+    and ``PACELINE_RECORDER``.
     """
     if warn_after is not None and not _is_time(warn_after):
         raise RecorderArgumentError("warn_after", "a number of seconds above 0", repr(warn_after))
@@ -361,10 +361,10 @@ def configure(*, warn_after: float | None = None, on: bool | None = None) -> Non
 
 
 def finish_explaining(seconds: float = AT_EXIT) -> None:
-    """Wait until errors that were raised are explained in full, for at most so long.
+    """Wait until the errors raised so far have been explained, for at most this many seconds.
 
-    An error is raised at once, while the other ranks are being asked. The end of a process waits by
-    itself; call this where the text of an error is kept instead of printed.
+    An error is raised at once, while the other ranks are still being asked. A process waits for
+    this at its end; call it if you store the text of an error instead of printing it.
     """
     watch.explanations.finish(seconds)
 

@@ -23,7 +23,7 @@ _NOT_FINITE = -128  # in the place of an exponent
 
 
 class Fp32(RowCodec):
-    """Sends float32 as it is: no compression, for comparison or to switch it off in a run."""
+    """Sends float32 uncompressed, for comparison or to switch compression off during a run."""
 
     main = "values"
 
@@ -38,7 +38,7 @@ class Fp32(RowCodec):
 
 
 class Bf16(RowCodec):
-    """Sends bfloat16: 2 bytes per element, 8 binary digits, the range of float32."""
+    """Sends bfloat16: 2 bytes per element, 8 bits of precision, the range of float32."""
 
     main = "values"
 
@@ -53,7 +53,7 @@ class Bf16(RowCodec):
 
 
 class Scaled(RowCodec):
-    """Numbers of a short type, and for each row the power of two they were multiplied by."""
+    """Numbers of a short dtype, with the power of two by which each row was multiplied."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Scaled(RowCodec):
 
 
 class Fp16(Scaled):
-    """Sends float16: 2 bytes per element, 11 binary digits, scaled so that nothing overflows."""
+    """Sends float16: 2 bytes per element, 11 bits of precision, scaled so that none overflows."""
 
     main = "values"
 
@@ -86,7 +86,7 @@ class Fp16(Scaled):
 
 
 class Fp8(Scaled):
-    """Sends float8: 1 byte per element; ``e4m3`` has 4 binary digits, ``e5m2`` 3 and more range."""
+    """Sends float8: 1 byte per element. ``e4m3`` has 4 bits of precision, ``e5m2`` more range."""
 
     def __init__(self, kind: str = "e4m3") -> None:
         if kind not in _FP8:

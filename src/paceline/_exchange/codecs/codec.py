@@ -43,7 +43,7 @@ State = dict[str, object]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor on its way: named parts, and what it was."""
+    """An encoded tensor: its named parts, and the shape and dtype of the original."""
 
     parts: Mapping[str, Tensor]
     shape: torch.Size
@@ -51,7 +51,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """What it takes to send the parts."""
+        """The number of bytes to send."""
         return sum(part.nbytes for part in self.parts.values())
 
 
@@ -69,38 +69,38 @@ class Encodes(Protocol):
 
 
 class Codec(ABC):
-    """Encodes tensors before they travel, and decodes them after. All ranks use equal codecs."""
+    """Encodes tensors before they are sent, and decodes them. All ranks use equal codecs."""
 
     block: int = 256  # elements; memory for what encoding loses is cut into rows so long
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> Encoded:
-        """The tensor in less room; ``tensor`` stays as it is.
+        """Return ``tensor`` in encoded form, without changing it.
 
-        The shapes and types of the parts depend on those of ``tensor`` alone.
+        The shapes and dtypes of the parts may depend only on the shape and dtype of ``tensor``.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded) -> Tensor:
-        """A tensor close to the one that was encoded, of its shape and type."""
+        """Return a tensor close to the one that was encoded, with its shape and dtype."""
 
     def gains(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is worth encoding; others travel as they are."""
+        """Return whether to encode a tensor of this shape; others are sent as they are."""
         return True
 
     def route(self, setting: RouteSetting) -> Route:
-        """How buckets travel to their mean: unless it knows better, all messages to all ranks."""
+        """Return how encoded buckets are averaged; by default every rank sends to every rank."""
         return row_route(EachByItself(self, setting.layout), setting, dense=False)
 
     def restart(self) -> None:  # noqa: B027 - most have nothing to forget
-        """Forget what was learned together with other ranks; some of them are new."""
+        """Drop state that was learned together with other ranks, because the ranks have changed."""
 
     def state_dict(self) -> State:
-        """What the next ``encode`` depends on besides its argument."""
+        """Return what the next ``encode`` depends on besides its argument."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Encode from now on as the codec did that gave ``state``."""
+        """Continue like the codec that returned ``state``."""
         if state:
             raise CodecStateError(f"{self} has no state.", "Load that of an equal codec.")
 
@@ -189,10 +189,10 @@ def as_codec(given: Encodes) -> Codec:
 
 
 class RowCodec(Codec):
-    """A codec for which every row of ``block`` elements stands by itself.
+    """A codec that encodes each row of ``block`` elements separately.
 
-    Subclasses say how rows are packed and unpacked, and in their ``repr`` all that this depends on:
-    ranks compare it. A part has one row for each row, whatever the row holds.
+    Subclasses define how rows are packed and unpacked. Their ``repr`` must contain every setting,
+    because ranks compare it. Each part has one row for each row of the input.
     """
 
     main: str | None = None  # the part that a further codec may encode
@@ -204,18 +204,18 @@ class RowCodec(Codec):
 
     @abstractmethod
     def pack(self, rows: Tensor, keys: Tensor) -> Parts:
-        """``rows`` (float32, left as they are) encoded; ``keys`` choose what is random."""
+        """Return ``rows`` (float32, unchanged) in encoded form; ``keys`` seed what is random."""
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], width: int) -> Tensor:
-        """Rows of ``width`` elements."""
+        """Return the decoded rows, of ``width`` elements each."""
 
     def add_to(self, rows: Tensor, parts: Mapping[str, Tensor], *, subtract: bool = False) -> None:
-        """Add what was encoded to ``rows``, or take it away from them."""
+        """Add the decoded values to ``rows``, or subtract them."""
         rows.add_(self.unpack(parts, rows.shape[1]), alpha=-1 if subtract else 1)
 
     def route(self, setting: RouteSetting) -> Route:
-        """All messages to all ranks; many ranks average dense rows in two stages."""
+        """Every rank sends to every rank; many ranks average dense rows in two stages."""
         return row_route(self, setting, dense=self.dense)
 
     def __or__(self, after: Codec) -> Codec:
@@ -234,7 +234,7 @@ class RowCodec(Codec):
         return flat.view(encoded.shape).to(encoded.dtype)
 
     def columns(self, width: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Of each part, the type and how many elements it has for a row of ``width``."""
+        """Return the dtype of each part, and its number of elements for a row of ``width``."""
         if width not in self._specs:
             probe = self.pack(torch.zeros(1, width), torch.zeros(1, dtype=torch.int64))
             self._specs[width] = {n: (part.dtype, part.numel()) for n, part in probe.items()}
@@ -248,7 +248,7 @@ class RowCodec(Codec):
 
 
 class Chain(RowCodec):
-    """Two codecs: the second encodes the main part of the first."""
+    """Two codecs: the second one encodes the main part of the first."""
 
     def __init__(self, first: RowCodec, second: RowCodec) -> None:
         super().__init__()

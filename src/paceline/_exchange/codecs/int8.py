@@ -16,10 +16,10 @@ _TINY = 1e-36  # a smaller scale has no inverse; such a block counts as zero
 
 
 class Int8(RowCodec):
-    """Sends 8 bits per element: multiples of 1/127 of the largest one in its block.
+    """Sends 8 bits per element, as multiples of 1/127 of the largest value in its block.
 
-    Rounding is stochastic: right on average, so that errors of many ranks and steps cancel. With
-    ``stochastic=False`` it is to the nearest.
+    Rounding is stochastic and therefore unbiased: errors cancel over ranks and steps. With
+    ``stochastic=False`` values are rounded to nearest.
     """
 
     def __init__(self, block: int = 256, *, stochastic: bool = True, seed: int = 0) -> None:

@@ -26,7 +26,7 @@ from .codec import Codec, Encoded, State
 
 
 class PowerSGD(Codec):
-    """Sends each matrix as two of ``rank`` columns; what does not get smaller travels as it is."""
+    """Sends each matrix as two of ``rank`` columns, and other tensors as they are."""
 
     def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
         if rank < 1:
@@ -35,16 +35,16 @@ class PowerSGD(Codec):
         self._right: dict[str, Tensor] = {}  # by the name of the parameter
 
     def gains(self, shape: Sequence[int]) -> bool:
-        """Whether the thin matrices are smaller than one of this shape."""
+        """Return whether the two factors are smaller than a tensor of this shape."""
         high, wide = as_matrix(shape)
         return len(shape) > 1 and worth_it(high, wide, min(self.rank, high, wide), 1)
 
     def route(self, setting: RouteSetting) -> Route:
-        """Ranks average one thin matrix, then the other."""
+        """Ranks average one factor, then the other."""
         return FactorRoute(self, setting)
 
     def start(self, matrix: Tensor, name: str) -> Tensor:
-        """The last step's right factor, or random columns, the same on all ranks."""
+        """Return the right factor of the last step, or random columns, the same on all ranks."""
         high, wide = matrix.shape
         held = self._right.get(name)
         columns = min(self.rank, high, wide)
@@ -53,7 +53,7 @@ class PowerSGD(Codec):
         return random_columns(wide, columns, self.seed + wide).to(matrix.device)
 
     def keep(self, name: str, right: Tensor) -> None:
-        """Begin the next step with ``right``; anew without warm start, or if it is not finite."""
+        """Start the next step from ``right``, or from random columns if it is not finite."""
         if self.warm_start and bool(right.isfinite().all()):
             self._right[name] = right.clone()
         else:
@@ -82,7 +82,7 @@ class PowerSGD(Codec):
         self._right = {name: tensor.clone() for name, tensor in right.items()}
 
     def restart(self) -> None:
-        """Begin every search with random columns again, as ranks do that were not here before."""
+        """Start from random columns again, as ranks do that have just joined."""
         self._right.clear()
 
     def __repr__(self) -> str:

@@ -19,10 +19,10 @@ _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in the 
 
 
 class Sign(RowCodec):
-    """Sends 1 bit per element, its sign, and the mean size of each block.
+    """Sends 1 bit per element, its sign, and the mean magnitude of each block.
 
-    Small blocks cost a little (a quarter of a bit for each number, of 64) and gain a lot: a row of
-    a table that no gradient came to is not moved by the size of its neighbours.
+    Small blocks cost little (a quarter of a bit per element for blocks of 64) and gain much: a row
+    of an embedding that got no gradient does not take over the magnitude of its neighbours.
     """
 
     def __init__(self, block: int = 64) -> None:

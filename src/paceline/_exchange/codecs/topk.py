@@ -14,11 +14,11 @@ _LARGEST_BLOCK = 1 << 15  # a place takes 16 bits
 
 
 class TopK(RowCodec):
-    """Sends the ``ratio`` of each block's elements that are furthest from zero, with their places.
+    """Sends the elements of each block with the largest magnitude, and their positions.
 
-    The largest of every block rather than of a whole bucket: a selection in small rows is much
-    faster, a place takes two bytes instead of four, and no layer is passed over for ever because
-    another has larger gradients. What stays behind is sent later, by error feedback.
+    ``ratio`` is the fraction that is sent. It is taken from every block, not from a whole bucket:
+    selecting in small rows is much faster, a position needs two bytes instead of four, and a layer
+    with small gradients is not skipped forever. Error feedback sends the rest later.
     """
 
     main = "values"

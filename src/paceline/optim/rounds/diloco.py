@@ -86,17 +86,17 @@ class OuterBuffer(FlatBuffer):
 class DiLoCo(Rounds):
     """Steps ``optim`` on each rank alone, and an outer optimizer every ``sync_every`` steps.
 
-    ``outer`` makes the outer optimizer from a list of parameters: SGD with lr 0.7 and Nesterov
-    momentum 0.9 by default. It is at :attr:`outer_optimizer`, for schedulers, which all ranks must
-    step alike. When a fragment's turn comes, only its parameters have gradients.
+    ``outer`` creates the outer optimizer from a list of parameters; by default SGD with lr 0.7 and
+    Nesterov momentum 0.9. Schedulers can use :attr:`outer_optimizer`; all ranks must step them
+    equally. Only the parameters of the fragment that is due have gradients.
 
-    ``codec`` makes outer gradients smaller on the way (:class:`paceline.hooks.Int8` to a quarter);
-    with ``error_feedback`` what it loses is added to the next exchange. More than two ranks without
-    ``overlap`` average in two stages (``_exchange/routes``), otherwise each gathers from all.
-    Buffers of a module travel with the last fragment, as they are, and are averaged as by
-    :class:`LocalSGD`.
-
-    The top of the file says what ``fragments``, ``overlap`` and ``mix`` do. ::
+    ``fragments`` divides the model into parts that are synchronized at different steps. ``overlap``
+    is the number of steps that a fragment's communication may take while training continues, and
+    ``mix`` the share of the local parameters that is kept when its result is applied. ``codec``
+    compresses outer gradients (:class:`paceline.hooks.Int8` to a quarter); with ``error_feedback``
+    the error is added to the next ones. With more than two ranks and without ``overlap`` gradients
+    are averaged in two stages, otherwise each rank gathers from all. The buffers of a module are
+    sent with the last fragment, and averaged as by :class:`LocalSGD`. ::
 
         inner = torch.optim.AdamW(model.parameters(), 4e-4)
         optimizer = DiLoCo(model, inner, sync_every=100, fragments=4, overlap=5, codec=Int8())

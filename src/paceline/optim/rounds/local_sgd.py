@@ -21,20 +21,20 @@ Model = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]]
 
 
 class LocalSGD(Rounds):
-    """Steps ``optim`` on each rank alone; every ``sync_every`` steps all take their mean.
+    """Steps ``optim`` on each rank alone, and averages the models every ``sync_every`` steps.
 
-    ``model_or_params`` is the module, or its parameters, or an optimizer's groups. Of a module the
-    buffers are averaged too; those of whole numbers become their largest over the ranks. Everything
-    travels in flat buffers of about ``bucket_cap_mb`` MiB, with one collective each. ::
+    ``model_or_params`` is a module, its parameters, or the parameter groups of an optimizer. For a
+    module, buffers are averaged too; integer buffers take the maximum over ranks. Tensors are sent
+    in flat buffers of about ``bucket_cap_mb`` MiB, with one collective each. ::
 
         optimizer = LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=8)
         for batch in batches:
             optimizer.zero_grad()
-            model(batch).sum().backward()  # no exchange here
+            model(batch).sum().backward()  # no communication here
             optimizer.step(samples=len(batch))  # here, every eighth time
 
-    The module is the plain one: wrapped in DistributedDataParallel its gradients would be averaged
-    as well, which makes sense over smaller groups only.
+    Do not wrap the module in DistributedDataParallel, which would average gradients as well, unless
+    its group is smaller.
     """
 
     def __init__(

@@ -41,13 +41,13 @@ from .schedule import RoundSchedule
 
 
 class Rounds(Wrapping, Joinable):
-    """An optimizer whose steps are local, with exchanges between them.
+    """An optimizer that steps on each rank alone, and synchronizes models between some steps.
 
-    All ranks make it with the same arguments, and start from rank 0's parameters and buffers. All
-    of them call :meth:`step` as often as each other, except inside Join.
+    All ranks create it with the same arguments, and start from the parameters and buffers of rank
+    0. All ranks call :meth:`step` equally often, except inside Join.
 
-    Under ``torch.amp.GradScaler`` a step that is skipped for infinite gradients still counts as a
-    step, of weight 0, so that ranks stay together when only some of them skip it.
+    A step that ``torch.amp.GradScaler`` skips because of infinite gradients still counts as a step,
+    with weight 0, so that ranks stay in step if only some of them skip it.
     """
 
     _step_supports_amp_scaling = True  # GradScaler lets step() decide; ranks may differ
@@ -72,9 +72,9 @@ class Rounds(Wrapping, Joinable):
     # -- training -----------------------------------------------------------------------------
 
     def step(self, closure: Closure = None, *, samples: float = 1.0) -> Any:
-        """Step the optimizer inside, and do what is due; blocks where an outcome is awaited.
+        """Step the inner optimizer, and synchronize if it is due.
 
-        ``samples``: how much this step counts, such as the number of samples in its batch.
+        ``samples`` is the weight of this step, such as the number of samples in its batch.
         """
         _check_samples(samples)
         Join.notify_join_context(self)
@@ -86,10 +86,10 @@ class Rounds(Wrapping, Joinable):
         return loss
 
     def sync(self) -> None:
-        """Exchange everything now, wherever the round is; all ranks call it.
+        """Synchronize now, before the round has ended; all ranks call it.
 
-        Afterwards the model is the same on all ranks: before an evaluation, or at the end. Inside
-        Join there is no such moment.
+        The model is then the same on all ranks: use it before an evaluation, or at the end. It
+        raises inside Join.
         """
         if self._join_config.enable:
             raise AveragingArgumentError(
@@ -108,7 +108,7 @@ class Rounds(Wrapping, Joinable):
             self._finish(fragment, now=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let the optimizer inside step more of the model's parameters."""
+        """Add parameters of the model to the inner optimizer."""
         given = param_group["params"]
         check_known([given] if isinstance(given, Tensor) else given, self._tensors(), type(self))
         self.optim.add_param_group(param_group)
@@ -172,7 +172,7 @@ class Rounds(Wrapping, Joinable):
     # -- joining ------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank that has run out does; see the top of this file."""
+        """Return the hook of a rank that has run out of inputs."""
         return RoundsJoinHook(self)
 
     def _stand_in(self, *, failed: bool = False) -> Standing:
@@ -204,23 +204,23 @@ class Rounds(Wrapping, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """That of the first parameter."""
+        """The device of the first parameter."""
         return local_values(self._fragments[0].pieces[0].tensors[0]).device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group of the exchanges."""
+        """The group over which models are synchronized."""
         return self.process_group
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, and under ``rounds`` how far the exchanges are.
+        """Return the state of the inner optimizer, and under ``rounds`` that of the round.
 
-        Blocks until exchanges under way are over, but does not use their outcomes before their
-        time: training goes on as if nothing had been saved. The parameters themselves are the
-        model's to save; between exchanges they are each rank's own, and so are the weights, the
-        state of the optimizer inside and what a codec keeps. All else is the same on all ranks.
+        It waits for communication that is running, but does not apply its result early: training
+        continues as if nothing had been saved. Save the parameters with the model. Between
+        synchronizations parameters, weights, the inner state and the error feedback of a codec
+        differ between ranks; the rest is the same on all ranks.
         """
         flying = [f for f in self._fragments if f.phase is FragmentPhase.IN_FLIGHT]
         rounds = {
@@ -234,9 +234,9 @@ class Rounds(Wrapping, Joinable):
         return {**self.optim.state_dict(), "rounds": {**rounds, **self._own_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict, of any number of ranks; load the model first.
+        """Load a state dict, saved with any number of ranks; load the model first.
 
-        One of a plain optimizer will do: then a round begins here, from the model as it is.
+        The state dict of a plain optimizer also works: a new round then starts from the model.
         """
         rounds = state_dict.get("rounds")
         if rounds is not None:

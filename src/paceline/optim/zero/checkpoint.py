@@ -77,7 +77,7 @@ class FlatParts(torch.Tensor):
 
 
 class Checkpointed:
-    """What a sharded optimizer can do with checkpoints."""
+    """Saves and loads sharded checkpoints; a part of ZeroRedundancyOptimizer."""
 
     optim: Any
     param_groups: Any
@@ -85,7 +85,7 @@ class Checkpointed:
     _paired: Any
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, for ``torch.distributed.checkpoint.save``."""
+        """Return this rank's part of the state, for ``torch.distributed.checkpoint.save``."""
         self._check_overlap_initialized()  # type: ignore[attr-defined]
         params: list[Tensor] = self._index_to_param  # type: ignore[attr-defined]
         stretches: dict[str, dict[int, Tensor]] = {}
@@ -105,9 +105,9 @@ class Checkpointed:
     def load_sharded(
         self, checkpoint: str | os.PathLike[str] | StorageReader, key: str = "optimizer"
     ) -> None:
-        """Read this rank's part of what :meth:`sharded_state_dict` gave on any number of ranks.
+        """Load this rank's part of a checkpoint that any number of ranks has saved.
 
-        ``key`` is where it stands in the checkpoint. Ranks read on their own, without waiting.
+        ``key`` is the key of the optimizer in the checkpoint. Ranks do not wait for each other.
         """
         saved = _Saved(checkpoint, key)
         params: list[Tensor] = self._index_to_param  # type: ignore[attr-defined]

@@ -48,17 +48,16 @@ class ZeroJoinHook(JoinHook):
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
-    """Spreads the state of ``optimizer_class`` over the ranks of a group.
+    """Shards the state of ``optimizer_class`` over the ranks of a group.
 
-    Takes what torch's class takes. With ``ddp``, a paceline DistributedDataParallel that has these
-    parameters, gradients are reduce-scattered (half the bytes of an all-reduce), so ``.grad`` is
-    None after a backward pass and every rank has the averages of its part only. ``cut``:
-    ``"flat"`` cuts all elements into equal stretches, ``"whole"`` gives each parameter to one rank,
-    ``"auto"`` cuts where the optimizer steps each element by itself. If ``ddp`` has ``shards``,
-    gradients are whole and so is what each rank steps: the result is the same on any number of
-    ranks.
+    Accepts the arguments of torch's class. ``ddp`` is a Paceline DistributedDataParallel with these
+    parameters: gradients are then reduce-scattered, which sends half the bytes of an all-reduce;
+    ``.grad`` is None after a backward pass, and each rank has the averages of its part only.
+    ``cut="flat"`` divides all elements equally, ``"whole"`` assigns each parameter to one rank, and
+    ``"auto"`` divides elements if the optimizer is elementwise. If ``ddp`` has ``shards``,
+    gradients and parameters are not divided, so that the result is the same on any number of ranks.
 
-    ``optim`` is the inner optimizer on this rank's part; ``param_groups`` has all parameters. ::
+    ``optim`` is the inner optimizer of this rank's part; ``param_groups`` has all parameters. ::
 
         ddp = paceline.DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, ddp=ddp, lr=1e-3)
@@ -173,7 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Optimize more parameters; every rank calls it. Those before stay where they are."""
+        """Add a parameter group; every rank calls it. Other parameters stay on their ranks."""
         if getattr(self, "initialized", False) and self._overlap_with_ddp:
             self._refuse_groups()
         super().add_param_group(param_group)
@@ -204,15 +203,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
 
     @property
     def cuts(self) -> bool:
-        """Whether ranks step parts of parameters, so that kernels end where ranks meet."""
+        """Whether a rank may step a part of a parameter."""
         return self._how == "flat"
 
     # -- a step -------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
-        """Step this rank's part, then bring all parts to all ranks; every rank calls it.
+        """Step this rank's part, then gather all parameters on all ranks; every rank calls it.
 
-        Further arguments go to the inner optimizer.
+        Other arguments are passed to the inner optimizer.
         """
         if self._overlap_with_ddp:
             log.warning(
@@ -230,7 +229,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         closure: Callable[[], float] | None = None,
         **kwargs: Any,
     ) -> float | None:
-        """Step this rank's part; the other ranks do not learn of it yet."""
+        """Step this rank's part, without sending it to the other ranks."""
         self._refuse_other_ranks()
         Join.notify_join_context(self)
         if gradients is not None:
@@ -275,14 +274,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
                 piece.drop_grad()
 
     def _let_rest(self) -> None:
-        """Parameters that no rank had a gradient for take no step, as anywhere else."""
+        """Skip parameters that had no gradient on any rank, as every optimizer does."""
         rows = [row for row in self._rows if isinstance(row, PairedRow)]
         idle = {index for row in rows for index in row.idle()}
         if idle or any(piece.rests for piece in self._pieces if isinstance(piece, RunPiece)):
             self._pieces = set_apart(self._pieces, idle, self.optim)
 
     def _refuse_sparse(self) -> None:
-        """On every rank: the inner optimizer would only do it where the gradient is stepped."""
+        """Raise on every rank; the inner optimizer would raise only on the rank that steps it."""
         if issubclass(self._optim_constructor, (torch.optim.SGD, torch.optim.Adagrad)):
             return
         params = self._index_to_param
@@ -295,20 +294,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
             )
 
     def _sync_params(self) -> None:
-        """Bring every rank's part to all ranks."""
+        """Gather the parameters of all ranks on all ranks."""
         with torch.no_grad():
             for row in self._rows:
                 if row.awake:
                     row.share()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those in stretches too."""
+        """Clear all gradients, including this rank's part of scattered ones."""
         super().zero_grad(set_to_none)
         if self._paired is not None:
             self._paired.clear()
 
     def gradients(self) -> Gradients:
-        """The gradients as this rank has them: parts of a whole that all ranks have, and whole."""
+        """Return the gradients of this rank: parts of divided ones, and whole ones."""
         runs = [piece for piece in self._pieces if isinstance(piece, RunPiece)]
         parts = [grad for run in runs if (grad := run.gradient()) is not None]
         inside = {n for row in self._rows if isinstance(row, PairedRow) for n in row.params}
@@ -327,7 +326,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         return self._overlap_with_ddp
 
     def overlap_begin(self, ddp: Any, shard_buckets: bool = False) -> None:
-        """A communication hook of ``ddp`` will tell of its buckets."""
+        """Prepare for :meth:`overlap_bucket`; a communication hook of ``ddp`` calls it once."""
         self._overlapping().begin(ddp, shard_buckets)
 
     def overlap_bucket(
@@ -337,10 +336,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         gradients: Sequence[Tensor],
         is_last: bool,
     ) -> None:
-        """Step this rank's part of a bucket whose averages are known.
+        """Step this rank's part of an averaged bucket.
 
-        The call with ``is_last`` comes after the others of its pass and at the same point on all
-        ranks: it also shares all parameters, and blocks for that.
+        The call with ``is_last`` is the last one of a pass, and comes at the same point on all
+        ranks. It also gathers all parameters, and blocks until they are here.
         """
         with torch.no_grad():
             self._overlapping().take(parameters, gradients, self._step_inner, is_last)
@@ -369,7 +368,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     # -- state dicts --------------------------------------------------------------------------
 
     def _refuse_other_ranks(self) -> None:
-        """The state is spread over the ranks the group had; others have parts that nobody has."""
+        """Raise if the group has other ranks now: the state of the lost ones is gone."""
         now = self._group.rank(), self._group.size()
         if now != (self.rank, self.world_size):
             raise OptimizerStateError(
@@ -382,7 +381,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
             )
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all parameters to rank ``to``; every rank calls it."""
+        """Collect the state of all parameters on rank ``to``; every rank calls it."""
         self._refuse_other_ranks()
         self._check_overlap_initialized()
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
@@ -394,7 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
             self._consolidated = assemble(shares, self._index_to_param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it was when it was last consolidated here, as of an ordinary optimizer."""
+        """Return the state that was last consolidated on this rank, as a plain optimizer's."""
         self._check_overlap_initialized()
         if self._consolidated is None:
             raise OptimizerStateError(
@@ -405,9 +404,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         return {**super().state_dict(), "state": dict(self._consolidated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state dict, be it of this class or of an ordinary optimizer.
+        """Load this rank's part of a state dict, from this class or from a plain optimizer.
 
-        It may come from any number of ranks.
+        It may have been saved with any number of ranks.
         """
         self._check_overlap_initialized()
         super().load_state_dict({**state_dict, "state": {}})
@@ -452,17 +451,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
     # -- Join ---------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> ZeroJoinHook:
-        """What a rank that has run out does; gradients are set by a joinable before this one."""
+        """Return the hook of a rank that has run out; list DDP before the optimizer in Join."""
         return ZeroJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._default_device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group the state is sharded over."""
+        """The group over which the state is sharded."""
         return self.process_group
 
     def _refuse_lonely_join(self) -> None:
