@@ -1,7 +1,7 @@
-"""Makes torch's own names mean paceline's, so that an unmodified script runs on it, and back.
+"""Replaces torch's classes and functions by Paceline's, so that scripts run unchanged.
 
-Modules of torch's that are not imported yet, such as its optimizers, which take a second, stay so:
-their names are replaced when somebody imports them.
+Modules of torch that are not imported yet stay so (its optimizers take a second to import); their
+names are replaced when they are imported.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _REPLACED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 class Installation:
-    """One :func:`install`; as a context it ends with the block."""
+    """One call of :func:`install`; as a context manager it is undone at the end of the block."""
 
     def __init__(self, strict: bool, engine: bool) -> None:
         self.strict = strict
@@ -127,12 +127,16 @@ _places: list[tuple[ModuleType, str, Any]] = []  # where torch's names stood
 
 
 def install(*, strict: bool = False, names: bool = True, engine: bool = False) -> Installation:
-    """Make torch's names mean ours, everywhere they have been imported; also as a context.
+    """Replace torch's classes and functions by Paceline's in all imported modules.
 
-    ``strict``: wrappers refuse what torch's refuse, such as unused parameters without
-    ``find_unused_parameters=True``. ``engine``: ``init_process_group("gloo")`` opens the quickest
-    engine of this machine, as ``"paceline"`` does, and rank 0 says which. ``names=False`` leaves
-    all but that as it is.
+    Modules of torch that are imported later are handled too. Subclasses, partials, dict entries,
+    default arguments and wrapped models that exist already keep using torch; a warning names the
+    subclasses and the wrapped models. The result can be used as a context manager.
+
+    With ``strict`` wrappers raise where torch's would, such as for unused parameters without
+    ``find_unused_parameters=True``. With ``engine``, ``init_process_group("gloo")`` opens the
+    fastest engine of this machine, as ``"paceline"`` does, and rank 0 prints which one. With
+    ``names=False`` nothing else is replaced.
     """
     _installed.append(Installation(strict, engine))
     set_strict(strict)
@@ -155,7 +159,7 @@ def install(*, strict: bool = False, names: bool = True, engine: bool = False) -
 
 
 def _warn_of_what_stays_torchs() -> None:
-    """Say what was made from torch's wrapper before; it is not paceline's, and works as ever."""
+    """Warn of objects that torch's wrapper has made already; they keep using torch."""
     made = made_by_torch() if torch.distributed.is_initialized() else []
     parts = [f"models that torch has wrapped already ({', '.join(made)})"] if made else []
     if derived := derived_from_torch():
@@ -170,12 +174,11 @@ def _warn_of_what_stays_torchs() -> None:
 
 
 def uninstall() -> None:
-    """Make torch's names mean torch's again, whatever was installed how often.
+    """Undo all calls of :func:`install`.
 
-    What the first group changed in ``torch.compile``, so that graphs take our groups where they
-    call ``torch.distributed``, is taken back too, until the next group is made or installed for.
-    Models that are wrapped stay as they are, and so does a module, unless it is one of torch's,
-    that imported a name meanwhile.
+    It also undoes the changes to ``torch.compile`` that the first group made, until the next group
+    is created. Models that are wrapped stay as they are. So do names that a module outside torch
+    has imported since.
     """
     set_strict(False)
     stand_for_torchs(DistributedDataParallel, False)
@@ -195,7 +198,7 @@ def uninstall() -> None:
 
 
 def _meant_by(source: ModuleType, ours: Mapping[str, Any]) -> dict[int, tuple[Any, Any]]:
-    """What a module of torch's defines, by identity, each with what shall stand there."""
+    """Return the objects of a torch module to be replaced, by id, with their replacements."""
     pairs = [(vars(source)[name], new) for name, new in ours.items() if name in vars(source)]
     return {id(old): (old, new) for old, new in pairs if old is not new}
 
@@ -209,7 +212,7 @@ def _replace_in(module: ModuleType, meant: Mapping[int, tuple[Any, Any]]) -> Non
 
 
 class _OnImport:
-    """Finds the modules of ``_REPLACED`` as ever, and replaces names once they are there."""
+    """Replaces names in the modules of ``_REPLACED`` once they are imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -223,7 +226,7 @@ class _OnImport:
 
 
 class _Replacing:
-    """A loader that does what another one does, and then replaces names."""
+    """A loader that replaces names after another loader has executed the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

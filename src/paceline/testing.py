@@ -214,7 +214,7 @@ def _await_threads(
 
 
 class Cue:
-    """A collective of one rank that a test has selected, until :meth:`remove` or the end of a block.
+    """A collective of one rank that a test has selected, until :meth:`remove` or the end of a with.
 
     ``reached`` is set when the rank has reached it. Only that one collective is affected.
     """
