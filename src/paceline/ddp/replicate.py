@@ -188,7 +188,7 @@ class Replicated:
         return state.wrapper.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode; ``eval()`` raises a failure of the last pass on a GPU, as in the wrapper."""
+        """Set the mode; ``eval()`` raises a failure of the last pass on a GPU."""
         ddp = self.__dict__[_KEPT]._ddp
         if ddp is not None and not mode:
             ddp.replica.hear()
