@@ -18,7 +18,7 @@ from tests.ddp.toys import assert_same, fill, grads, weights
 from .scene import Scene, on_ranks
 
 # On the CPU they test what tests/compiled does.
-pytestmark = () if torch.cuda.is_available() else pytest.mark.slow
+pytestmark = [] if torch.cuda.is_available() else [pytest.mark.slow]
 SMALL = 1e-3  # MiB
 STEPS = 4
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
