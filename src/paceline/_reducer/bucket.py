@@ -15,7 +15,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 from typing_extensions import Self
 
-from .._torch import foreach
+from .._torch import foreach, sweep
 from .._torch.c10d import FutureBase
 from ..errors import BucketPhaseError, CommHookError
 from ..groups import FINISHED, Group, ReduceOp
@@ -159,19 +159,27 @@ class Bucket:
         Of a pass before which nothing was held, and whose gradients have no graph.
         """
         self._require(Phase.FILLING)
-        if self.taken:
+        if self.taken or not (self._sweep_in(scale) or self._take_plain(scale)):
             return False
-        grads = [param.grad for param in self.params]
+        self.taken.update(range(len(self.params)))
+        return True
+
+    def _sweep_in(self, scale: float) -> bool:
+        """Copy the gradients of a whole bucket in C++; False if that cannot be done."""
+        if not self.places or self.lazy is not None:
+            return False
+        if not sweep.take(self.params, self.views, self.places, same_dtype=scale != 1):
+            return False
+        if scale != 1:
+            self.payload.mul_(scale)
+        return True
+
+    def _take_plain(self, scale: float) -> bool:
+        """Copy the gradients of a whole bucket at once; False if that cannot be done."""
+        grads: list[Any] = [param.grad for param in self.params]
         if set(map(type, grads)) != _TENSOR:
             return False
         self.claim()
-        if not self._take_plain(grads, scale):
-            return False
-        self.taken.update(range(len(grads)))
-        return True
-
-    def _take_plain(self, grads: list[Any], scale: float) -> bool:
-        """Copy the gradients of a whole bucket at once; False if that cannot be done."""
         if scale != 1 and grads[0].dtype != self.buffer.dtype:
             return False  # they are to be scaled first: a weighted sum may not fit 16 bits
         try:
@@ -276,8 +284,7 @@ class Bucket:
             grads = [self.kept.pop(slot) for slot in range(len(grads))]
             foreach.copy_([grad.detach() for grad in grads], self.views)
         if not self.kept and (self.lends or grads is not self.grads):
-            for param, grad in zip(self.params, grads, strict=True):
-                param.grad = grad
+            sweep.give(self.params, tuple(grads))
         else:
             for slot in range(len(self.params)):
                 self.give_back(slot)
@@ -295,6 +302,10 @@ class Bucket:
             grad = torch.empty_like(param, requires_grad=False)
             local(grad).copy_(self.views[slot])
             param.grad = grad
+
+    def holding(self) -> list[int]:
+        """Slots whose parameters have a gradient in ``.grad``."""
+        return sweep.holding(self.params)
 
     def strange(self) -> list[int]:
         """Parameters whose ``.grad`` is no stretch of the buffer, though it should be."""

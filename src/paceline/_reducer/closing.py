@@ -91,7 +91,7 @@ class PassClosing:
         for bucket in self._buckets:
             running.absent.update(bucket.numbers[slot] for slot in bucket.absent)
         for bucket in left:
-            for slot in [s for s, param in enumerate(bucket.params) if param.grad is not None]:
+            for slot in bucket.holding():
                 param = bucket.params[slot]
                 assert param.grad is not None
                 running.late[bucket.numbers[slot]], param.grad = param.grad, None

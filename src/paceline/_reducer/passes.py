@@ -21,6 +21,7 @@ from enum import Enum, auto
 
 from torch import Tensor, nn
 
+from .._torch import sweep
 from .._torch.tensors import version_of
 from ..errors import PassStateError
 
@@ -68,10 +69,11 @@ class Before:
     def __init__(
         self, params: Sequence[nn.Parameter] = (), only: Collection[int] | None = None
     ) -> None:
-        held = {n: grad for n, p in enumerate(params) if (grad := p.grad) is not None}
-        self._held = {
-            n: (grad, version(grad)) for n, grad in held.items() if only is None or n in only
-        }
+        self._held: dict[int, tuple[Tensor, int]] = {}
+        for number in sweep.holding(tuple(params)):
+            grad = params[number].grad
+            if grad is not None and (only is None or number in only):
+                self._held[number] = grad, version(grad)
 
     def __bool__(self) -> bool:
         return bool(self._held)

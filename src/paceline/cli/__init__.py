@@ -1,4 +1,4 @@
-"""The command line: ``paceline run | demo | doctor | report | bench``.
+"""The command line: ``paceline run | demo | doctor | report | native | bench``.
 
 Each command is one file or folder with one function of the same name, imported when it is asked
 for.

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "demo": "Train a small model on all cores and watch it.",
         "doctor": "Show what this machine has, which backend will be picked, and what to change.",
         "report": "Turn a recorded run into one HTML page.",
+        "native": "Build an optional C++ part, for models with many small parameters.",
         "bench": "Measure paceline against torch on this machine.",
     }
 )

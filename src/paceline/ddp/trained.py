@@ -7,6 +7,7 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
+from .._torch import sweep
 from .frozen import LetGo
 
 
@@ -19,6 +20,7 @@ class Trained:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self.all = {n: p for n, p in module.named_parameters() if n not in ignored}
+        self._everything = tuple(self.all.values())
         self.placed: dict[str, nn.Parameter] = {}  # averaged, in this order
         self._flags: list[bool] = []  # which were trained when places were given
         self.toggles = False  # they are frozen and thawed inside forwards
@@ -36,7 +38,7 @@ class Trained:
         return params, list(self.placed), [p in sparse for p in params]
 
     def _flags_now(self) -> list[bool]:
-        return [p.requires_grad for p in self.all.values()]
+        return sweep.trained(self._everything)
 
     @property
     def changed(self) -> bool:
