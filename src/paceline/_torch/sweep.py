@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("sweep.cpp")
+"""What is built, with torch's C++ headers; it uses what extensions use, and ``mutable_grad``."""
+
 MODULE = "paceline_sweep"
-log = logging.getLogger(__name__)
+"""The name of what was built; Python finds its entry by it."""
 
 
 class NativeSweeps(Protocol):
@@ -106,7 +108,8 @@ def loaded() -> NativeSweeps | None:
         _refuse_others(path)
         return load(path)
     except (ImportError, OSError) as error:
-        log.warning("%s is not used: %s. Build it again with: paceline native", path, error)
+        text = "%s is not used: %s. Build it again with: paceline native"
+        logging.getLogger(__name__).warning(text, path, error)
         return None
 
 
