@@ -55,7 +55,7 @@ def adamw(ddp: DDP) -> torch.optim.Optimizer:
 
 
 def train(
-    scene: Scene, graph: bool, loop: Any, **options: Any
+    scene: Scene, graph: bool | None, loop: Any, **options: Any
 ) -> tuple[list[float], list[Tensor], Step]:
     """Losses, then weights, buffers and state after some steps, the first seed being the same."""
     ddp = wrapped(scene)
@@ -136,7 +136,7 @@ LOOPS = {
 def test_replayed_steps_have_the_bits_of_steps_that_are_not(scene: Scene, name: str) -> None:
     expected, weights, _ = train(scene, False, LOOPS[name])
     found, others, step = train(scene, True, LOOPS[name])
-    assert found == expected
+    assert found == expected, (found, expected)
     assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
     assert step.replays is not None
     assert step.replays.count > 2
@@ -156,7 +156,7 @@ def test_replayed_steps_have_the_bits_of_steps_that_are_not(scene: Scene, name: 
 def test_so_have_steps_that_do_more(scene: Scene, options: dict[str, Any]) -> None:
     expected, weights, _ = train(scene, False, plain, **options)
     found, others, step = train(scene, True, plain, **options)
-    assert found == expected
+    assert found == expected, (found, expected)
     assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
     assert step.replays is not None
     assert step.replays.count > 2
@@ -215,9 +215,20 @@ def test_a_failure_elsewhere_is_raised_and_nothing_was_stepped(scene: Scene) -> 
 
 
 @on_ranks(deadline=DEADLINE, cuda=True)
-def test_ranks_have_graphs_only_if_they_are_asked_for(scene: Scene) -> None:
+def test_ranks_take_graphs_by_themselves_each_where_it_pays(scene: Scene) -> None:
+    expected, weights, _ = train(scene, False, plain)
+    found, others, step = train(scene, None, plain)
+    assert found == expected, (found, expected)
+    assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
+    assert step.replays is not None
+    assert step.replays.count > 2 or "a replay takes" in step.replays.reason
+    scene.assert_same_bits(list(step.ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_graphs_that_are_asked_for_and_cannot_be_are_refused(scene: Scene) -> None:
     ddp = wrapped(scene)
-    assert train_step(ddp, adamw(ddp), loss_of).replays is None
+    assert train_step(ddp, adamw(ddp), loss_of, graph=False).replays is None
     with pytest.raises(NotCapturedError, match="only what Inductor compiles"):
         train_step(ddp, adamw(ddp), loss_of, graph=True, backend="aot_eager")
 

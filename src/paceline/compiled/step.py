@@ -90,10 +90,7 @@ class Step:
             self._fall_back(reason)
 
     def _make_replays(self) -> Replays | None:
-        """Steps as CUDA graphs, unless there cannot or should not be any.
-
-        On several ranks only if asked for: what becomes of a replay when a rank dies is not tested.
-        """
+        """Steps as CUDA graphs, unless there cannot or should not be any."""
         graph, settings = self.settings.graph, self.settings
         reason = ""
         if self.ddp.device_type != "cuda":
@@ -104,7 +101,7 @@ class Step:
             reason = "several calls are one step of the optimizer"
         if graph and reason:
             raise NotCapturedError(self._wire.rank, reason)
-        if graph is False or reason or (graph is None and self.ddp.replica.group.size() > 1):
+        if graph is False or reason:
             return None
         return Replays(self._wire, self._binding, asked=bool(graph))
 
