@@ -10,9 +10,10 @@ from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
 from .repeated import RepeatedExchange, is_usual, obstacle_to_replays
-from .step_sums import StepSums, Summed
+from .step_sums import StepSums
 from .steps import look_before_steps, steps
 from .stretches import ScatteredGradients, Stretch
+from .sum_places import Summed
 from .summary import ReducerSummary
 from .tensors import local
 from .weights import Ledger

@@ -22,9 +22,10 @@ from ..errors import (
     StepMismatchError,
 )
 from ..groups import Group, ReduceOp
-from .step_sums import NONFINITE, Sum
+from .sum_places import NONFINITE, Sum
 
 _NOTHING = -(1 << 62)
+_IN_PLACE = 2  # of a tensor: it has a term, and one of the expected level
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Done:
     trouble: str = ""  # why this rank cannot go on
     call: bool = False  # this rank wants all ranks to stop and look after the step
     finite: bool = False  # infinities and NaNs are refused; the same on all ranks
+    late: bool = False  # what this rank had sent early has changed since
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,17 @@ class Agreed:
     touched: frozenset[int]  # tensors that a shard had a term for
     levels: dict[int, list[int]] = field(default_factory=dict)  # of their terms, highest first
     call: bool = False  # a rank wants all ranks to stop and look
+    in_place: frozenset[int] = frozenset()  # promised tensors with terms of the expected level
+    late: bool = False  # on some rank
 
 
 def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> Agreed:
     """Exchange accounts; raises on all ranks unless each shard was computed once."""
     said = _write(group, done, tensors, sums)
     heard = _largest(group, said)
-    fixed = 2 + 2 * len(_SAME)
+    fixed = 3 + 2 * len(_SAME)
     owners = heard[fixed : fixed + 3 * done.shards]
-    if heard[0] or not _agrees(heard[2:fixed]) or not _complete(owners):
+    if heard[0] or not _agrees(heard[3:fixed]) or not _complete(owners):
         _explain(group, done)
     rows = _by(4, heard[fixed + 3 * done.shards :])
     touched = frozenset(n for n, row in enumerate(rows) if row[0] > 0)
@@ -65,9 +69,11 @@ def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> A
     found = _all_levels(group, levels, sums)
     for number, row in enumerate(rows):
         if row[3] > 0:  # counted beside a level, be it one of zeros
-            found[number] = [*found.get(number, [0]), NONFINITE]
+            beside = [] if sums[number].promised else [0]
+            found[number] = [*found.get(number, beside), NONFINITE]
     weight = sum(weight for _, _, weight in _by(3, owners))
-    return Agreed(weight, touched, found, bool(heard[1]))
+    in_place = frozenset(n for n, row in enumerate(rows) if row[0] == _IN_PLACE)
+    return Agreed(weight, touched, found, bool(heard[1]), in_place, bool(heard[2]))
 
 
 _SAME = (
@@ -80,7 +86,7 @@ _SAME = (
 
 
 def _write(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> list[int]:
-    said = [int(bool(done.trouble)), int(done.call)]
+    said = [int(bool(done.trouble)), int(done.call), int(done.late)]
     for name in _SAME:
         number = _digest(done.same[name]) if name in done.same else None
         said += [_NOTHING, _NOTHING] if number is None else [number, -number]
@@ -95,11 +101,13 @@ def _write(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> l
 
 def _row(found: Sum | None) -> list[int]:
     """Whether there is a term, the highest and lowest level, and whether all are finite."""
-    if found is None or not found.touched:
+    if found is None or not (found.touched or found.others):
         return [0, _NOTHING, _NOTHING, 0]
-    levels = [level for level in found.levels() if level != NONFINITE]
+    levels = [level for level in found.levels_left() if level != NONFINITE]
     ends = [max(levels), -min(levels)] if levels else [_NOTHING, _NOTHING]
-    return [1, *ends, int(NONFINITE in found.others)]
+    in_place = found.promised and found.level is not None
+    touched = (_IN_PLACE if in_place else 1) if found.touched else 0
+    return [touched, *ends, int(NONFINITE in found.others)]
 
 
 def _all_levels(
@@ -107,7 +115,7 @@ def _all_levels(
 ) -> dict[int, list[int]]:
     """From the highest and lowest level of each tensor; what lies between is asked for."""
     between = [(n, level) for n, (top, low) in ends.items() for level in range(top - 1, low, -1)]
-    mine = [int(n in sums and level in sums[n].levels()) for n, level in between]
+    mine = [int(n in sums and level in sums[n].levels_left()) for n, level in between]
     found = dict(zip(between, _largest(group, mine), strict=True)) if between else {}
     return {
         n: [lv for lv in range(top, low - 1, -1) if lv in (top, low) or found[n, lv]]

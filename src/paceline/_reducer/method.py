@@ -14,6 +14,14 @@ from .bucket import Hook
 _CORES = os.cpu_count() or 1
 
 
+def starts_quietly(group: Group) -> bool:
+    """Whether no thread is to move along what the ranks exchange during a backward pass.
+
+    Where every core computes, such a thread would take one away.
+    """
+    return group.capabilities.quiet_starts and group.size() >= _CORES
+
+
 @dataclass(frozen=True)
 class CommHook:
     """What a user registered to average buckets."""
@@ -42,8 +50,7 @@ class Method:
         return cls(
             ranks=ranks,
             native=group.capabilities.averages and ranks > 1,
-            # Where every core computes, a thread that moves buckets along would take one away.
-            quiet=group.capabilities.quiet_starts and ranks >= _CORES,
+            quiet=starts_quietly(group),
             reads_late=late,
             hook=hook,
         )

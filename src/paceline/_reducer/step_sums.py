@@ -5,104 +5,37 @@ each tensor has a place in a bucket of 64-bit integers for the terms of one leve
 them, and gets more room for those of others. When the ranks know of each other's levels
 (``account.py``), the place in the bucket holds the highest one. The mean of a parameter is written
 over its own integers, so that a gradient needs no memory besides.
+
+**Sending early.** A bucket can leave before the ranks have compared accounts, in the backward pass
+of a rank's last shard, if all ranks know which level it holds. So at the end of each step they
+*promise* buckets for the next one: in that step every rank sends each of them once, in order, with
+the terms of one *expected* level for each tensor, which is the highest that the step before had.
+When a rank does so is its own affair, as long as it is before accounts are compared: those without
+a shard do so then. Terms of other levels, and what comes after a bucket has left, are added beside
+it and exchanged when all ranks know of them. Whatever was expected, each level's integers are the
+same in the end, so that a wrong guess costs time and changes no bit. A term that was sent and has
+changed since is taken back by adding minus its integers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from .._exchange import memory_like, strides_of
-from .._transport import add_whole, has_loops, largest_floats, mean_of_whole
+from .._exchange import memory_like
+from .._transport import add_whole, largest_floats, mean_of_whole
 from ..groups import Group, ReduceOp
-from .sums import Grid, chunks, largest_of, put_nonfinite, without_nonfinite, words_for
+from .method import starts_quietly
+from .sum_places import NONFINITE, Sum, SumBucket, Summed
+from .sums import Grid, chunks, largest_of, put_nonfinite, without_nonfinite
 
-_BUCKET = 25 * 1024 * 1024  # bytes
+_BUCKET = {"cpu": 8 * 1024 * 1024}  # bytes
+_BUCKET_ELSEWHERE = 25 * 1024 * 1024
 _RARE_BUCKET = 64 * 1024
 _ALIGN = 8  # elements, 64 bytes: every mean begins where kernels like it
-
-NONFINITE = -(1 << 30)  # stands for a level, where infinities and NaNs are counted
-
-
-@dataclass(frozen=True, eq=False)
-class Summed:
-    """A tensor of which a step makes the mean over its shards."""
-
-    name: str
-    like: Tensor  # has the same shape, type, device and order of elements
-    rare: bool = False  # most steps have no terms for it, so it travels with none that have
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether it is made of whole numbers already."""
-        return not self.like.is_floating_point()
-
-    @cached_property
-    def words(self) -> int:
-        """Integers for each element."""
-        return words_for(self.like.dtype)
-
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        """How its elements lie in its sums, and in its mean."""
-        return strides_of(self.like)
-
-    @cached_property
-    def has_loops(self) -> bool:
-        """Whether loops in C add its terms."""
-        return has_loops(self.like)
-
-    def is_quick(self, term: Tensor) -> bool:
-        """Whether a loop in C may read ``term`` as it lies."""
-        return self.has_loops and term.stride() == self.strides and term.dtype is self.like.dtype
-
-
-@dataclass(eq=False, slots=True)
-class Sum:
-    """The sum of one tensor, as far as it has come."""
-
-    of: Summed
-    place: Tensor  # a row for each integer of an element; a stretch of a bucket
-    level: int | None = None  # of what is in the place; None: nothing
-    others: dict[int, Tensor] = field(default_factory=dict)  # of other levels
-    touched: bool = False  # a shard had a term, were it zero
-
-    def words_of(self, level: int) -> tuple[Tensor, bool]:
-        """Where terms of ``level`` are added, and whether nothing is there yet."""
-        if self.level is None:
-            self.level = level
-            return self.place, True
-        if self.level == level:
-            return self.place, False
-        fresh = level not in self.others
-        if fresh:
-            self.others[level] = torch.empty_like(self.place)
-        return self.others[level], fresh
-
-    def counts(self) -> Tensor:
-        """Where infinities and NaNs are counted."""
-        if NONFINITE not in self.others:
-            self.others[NONFINITE] = torch.zeros_like(self.place[:1])
-        return self.others[NONFINITE]
-
-    def levels(self) -> list[int]:
-        """All that something was added to."""
-        first = [] if self.level is None else [self.level]
-        return [*first, *self.others]
-
-    def put_on_top(self, top: int | None) -> None:
-        """Have the terms of level ``top`` in the place, and no others."""
-        if self.level is not None and self.level != top:
-            self.others[self.level] = self.place.clone()
-        if self.level is None or self.level != top:
-            found = None if top is None else self.others.pop(top, None)
-            self.place.zero_() if found is None else self.place.copy_(found)
-        self.level = top
 
 
 class StepSums:
@@ -111,18 +44,23 @@ class StepSums:
     def __init__(self, tensors: Sequence[Summed], terms: int, group: Group) -> None:
         self.tensors, self.grid, self.group = tuple(tensors), Grid(terms), group
         self.sums: dict[int, Sum] = {}
-        self._buckets: list[tuple[Tensor, list[int]]] = []  # and whose places are in it
+        self._buckets: list[SumBucket] = []
+        self._owed: list[SumBucket] = []  # promised, of a layout that is gone
+        self._left: list[SumBucket] = []  # of a step that failed; somebody may still write there
+        self.interrupted = False  # a step was given up of which a part had been sent
 
     # -- this rank's terms ----------------------------------------------------------------------
 
     def begin(self, numbers: Iterable[int]) -> None:
         """Forget all sums; the next ones are of the tensors with these numbers."""
         wanted = list(numbers)
-        if wanted != list(self.sums):
+        sent = any(bucket.sent for bucket in self._buckets)
+        if wanted != list(self.sums) or sent:
+            self.interrupted = self.interrupted or sent
+            self._owed += [bucket for bucket in self._buckets if bucket.promised]
             self._lay_out(wanted)
         for found in self.sums.values():
-            found.level, found.touched = None, False
-            found.others.clear()
+            found.begin()
 
     def _lay_out(self, numbers: Sequence[int]) -> None:
         self.sums, self._buckets = {}, []
@@ -130,7 +68,7 @@ class StepSums:
             sizes = [_padded(self.tensors[number]) for number in row]
             device = self.tensors[row[0]].like.device
             bucket = self.group.allocate(sum(sizes), torch.int64, device)
-            self._buckets.append((bucket, row))
+            self._buckets.append(SumBucket(bucket, row))
             for number, stretch in zip(row, bucket.split(sizes), strict=True):
                 of = self.tensors[number]
                 place = stretch[: of.words * of.like.numel()].view(of.words, -1)
@@ -138,13 +76,15 @@ class StepSums:
         self.sums = {number: self.sums[number] for number in numbers}
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Which tensors travel together: the last first, since their gradients come first."""
         rows: list[list[int]] = []
         open_rows: dict[tuple[torch.device, bool], tuple[list[int], int]] = {}
-        for number in numbers:
+        for number in reversed(numbers):
             of = self.tensors[number]
             kind, size = (of.like.device, of.rare), 8 * _padded(of)
             row, filled = open_rows.get(kind, ([], 0))
-            if not row or filled + size > (_RARE_BUCKET if of.rare else _BUCKET):
+            room = _BUCKET.get(of.like.device.type, _BUCKET_ELSEWHERE)
+            if not row or filled + size > (_RARE_BUCKET if of.rare else room):
                 row, filled = [], 0
                 rows.append(row)
             row.append(number)
@@ -152,7 +92,10 @@ class StepSums:
         return rows
 
     def add(self, terms: Mapping[int, Tensor], weight: int) -> None:
-        """Add ``weight`` times each of ``terms``, which have the numbers of their tensors."""
+        """Add ``weight`` times each of ``terms``, which have the numbers of their tensors.
+
+        A negative ``weight`` takes back what was added with the same positive one.
+        """
         quick, rest = [], {}
         for number, term in terms.items():
             found = self.sums[number]
@@ -174,9 +117,9 @@ class StepSums:
         into, taken, scales, firsts = [], [], [], []
         sizes = largest_floats([term for _, term in terms])
         for (found, term), largest in zip(terms, sizes, strict=True):
-            if not largest * weight < math.inf:
+            if not largest * abs(weight) < math.inf:
                 self._add_term(found, memory_like(term, found.of.like), weight, largest)
-            elif (level := self.grid.level(largest * weight)) is not None:
+            elif (level := self.grid.level(largest * abs(weight))) is not None:
                 words, fresh = found.words_of(level)
                 into.append(words)
                 taken.append(term)
@@ -190,33 +133,112 @@ class StepSums:
         place[0].copy_(whole) if fresh else place[0].add_(whole)
 
     def _add_term(self, found: Sum, term: Tensor, weight: int, largest: float) -> None:
-        if not largest * weight < math.inf:
-            term, weight = term.to(torch.float64) * weight, 1
-            term = without_nonfinite(term, found.counts()[0])
+        if not largest * abs(weight) < math.inf:
+            sign = 1 if weight > 0 else -1
+            term, weight = term.to(torch.float64) * abs(weight), sign
+            term = without_nonfinite(term, found.counts()[0], sign)
             (largest,) = largest_of([term])
-        level = self.grid.level(largest * weight)
+        level = self.grid.level(largest * abs(weight))
         if level is not None:
             words, fresh = found.words_of(level)
             self.grid.add(term, weight, level, words, fresh=fresh)
 
     # -- those of all ranks ---------------------------------------------------------------------
 
-    def exchange(self, levels: Mapping[int, Sequence[int]]) -> None:
-        """Make the sums those of all ranks, which have terms of these ``levels``, highest first."""
-        rest = [(n, level) for n, all_levels in levels.items() for level in all_levels[1:]]
+    def promised(self) -> list[list[int]]:
+        """The tensors of each promised bucket that has not left, in the order they leave."""
+        return [b.row for b in self._buckets if b.promised and not b.sent]
+
+    def rows(self) -> list[tuple[list[int], bool]]:
+        """The tensors of each bucket, and whether it is promised."""
+        return [(bucket.row, bucket.promised) for bucket in self._buckets]
+
+    def send_next(self) -> None:
+        """Send the first promised bucket that has not left; its terms should all be there."""
+        bucket = next(b for b in self._buckets if b.promised and not b.sent)
+        for number in bucket.row:
+            self.sums[number].send()
+        bucket.send(self.group, bucket.memory, quiet=starts_quietly(self.group))
+
+    def send_promised(self) -> None:
+        """Send all promised buckets that have not left: accounts are compared next."""
+        self._send_zeros(self._owed)
+        while self.promised():
+            self.send_next()
+
+    def send_nothing(self) -> None:
+        """As :meth:`send_promised` with no terms, where this rank's are dropped anyway."""
+        self._send_zeros([*self._owed, *(b for b in self._buckets if b.promised)])
+
+    def _send_zeros(self, buckets: Iterable[SumBucket]) -> None:
+        for bucket in buckets:
+            if not bucket.sent:  # its own memory may be that of gradients
+                bucket.memory = torch.zeros_like(bucket.memory)
+                bucket.send(self.group, bucket.memory, quiet=True)
+
+    def drop(self) -> None:
+        """The ranks have not agreed: there are no sums, nothing is promised, on all of them."""
+        self._left += [bucket for bucket in (*self._owed, *self._buckets) if bucket.sent]
+        self.sums, self._buckets, self._owed, self.interrupted = {}, [], [], False
+
+    def come_after(self, others: StepSums) -> None:
+        """Keep what ``others`` had sent, for a group that may still write there, for a step."""
+        self._left = [*others._left, *(b for b in others._buckets if b.sent)]
+
+    def exchange(
+        self, levels: Mapping[int, Sequence[int]], in_place: Set[int] = frozenset()
+    ) -> None:
+        """Make the sums those of all ranks.
+
+        ``levels`` are those of the ranks' terms, highest first, as far as they were not sent;
+        ``in_place`` are promised tensors that a rank had terms of the expected level for.
+        """
         for number, found in self.sums.items():
-            mine = levels.get(number, ())
-            found.put_on_top(mine[0] if mine else None)
+            if not found.promised:
+                mine = levels.get(number, ())
+                found.put_on_top(mine[0] if mine else None)
+        rest = [(n, lv) for n, found in levels.items() for lv in found[self._in_bucket(n) :]]
         beyond = self._gathered(rest)
         if self.group.size() > 1:
-            works = [
-                self.group.start_all_reduce(bucket, ReduceOp.SUM, quiet=True)
-                for bucket, row in self._buckets
-                if any(levels.get(number) for number in row)
-            ]
-            works += [self.group.start_all_reduce(b, ReduceOp.SUM, quiet=True) for b in beyond]
-            for work in works:
-                work.wait()
+            self._add_up(levels, beyond)
+            self._promise(levels, in_place)
+        self._owed, self._left = [], []
+
+    def _in_bucket(self, number: int) -> int:
+        """How many of the levels that the ranks told of are in its bucket: the highest, or none."""
+        return 0 if self.sums[number].promised else 1
+
+    def _add_up(self, levels: Mapping[int, Sequence[int]], beyond: Sequence[Tensor]) -> None:
+        for bucket in self._buckets:
+            if not bucket.promised and any(levels.get(number) for number in bucket.row):
+                bucket.send(self.group, bucket.memory, quiet=True)
+        works = [self.group.start_all_reduce(b, ReduceOp.SUM, quiet=True) for b in beyond]
+        for bucket in (*self._owed, *self._buckets):
+            if bucket.sent:
+                bucket.wait()
+        for work in works:
+            work.wait()
+        for found in self.sums.values():
+            if found.promised:
+                found.merge()
+
+    def _promise(self, levels: Mapping[int, Sequence[int]], in_place: Set[int]) -> None:
+        """Settle what the next step sends early, which follows from what all ranks know."""
+        for bucket in self._buckets:
+            tops = {number: self._highest(number, levels, in_place) for number in bucket.row}
+            rare = self.tensors[bucket.row[0]].rare
+            bucket.promised = not rare and any(top is not None for top in tops.values())
+            for number, top in tops.items():
+                found = self.sums[number]
+                found.promised, found.expected = bucket.promised, top
+
+    def _highest(
+        self, number: int, levels: Mapping[int, Sequence[int]], in_place: Set[int]
+    ) -> int | None:
+        told = [level for level in levels.get(number, ()) if level != NONFINITE]
+        if number in in_place and (sent := self.sums[number].expected) is not None:
+            told.append(sent)
+        return max(told, default=None)
 
     def _gathered(self, rest: Sequence[tuple[int, int]]) -> list[Tensor]:
         """One tensor for each device, of which the words of ``rest`` are stretches from now on."""
@@ -253,7 +275,7 @@ class StepSums:
             mean_of_whole(mean, found.place, self.grid.unit(found.level), float(weight))
             return shaped
         levels = sorted((level for level in found.levels() if level != NONFINITE), reverse=True)
-        parts = [(level, found.words_of(level)[0]) for level in levels]
+        parts = [(lv, found.place if lv == found.level else found.others[lv]) for lv in levels]
         counts = found.others.get(NONFINITE)
         for start, stop in chunks(numel, like.device):  # the mean ends before the next chunk begins
             if parts:

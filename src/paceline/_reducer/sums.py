@@ -135,11 +135,14 @@ def largest_of(terms: Sequence[Tensor]) -> list[float]:
     return [float(size) for size in found.tolist()]
 
 
-def without_nonfinite(term: Tensor, counts: Tensor) -> Tensor:
-    """``term`` with zeros where it is not finite; what was there is added to ``counts``."""
-    counts.add_(term == math.inf, alpha=_PLUS)
-    counts.add_(term == -math.inf, alpha=_MINUS)
-    counts.add_(term.isnan(), alpha=_NAN)
+def without_nonfinite(term: Tensor, counts: Tensor, sign: int = 1) -> Tensor:
+    """``term`` with zeros where it is not finite; what was there is added to ``counts``.
+
+    With a ``sign`` of -1 it is taken off them.
+    """
+    counts.add_(term == math.inf, alpha=sign * _PLUS)
+    counts.add_(term == -math.inf, alpha=sign * _MINUS)
+    counts.add_(term.isnan(), alpha=sign * _NAN)
     return torch.where(term.isfinite(), term, torch.zeros_like(term))
 
 

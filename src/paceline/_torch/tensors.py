@@ -21,7 +21,18 @@ values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
 local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 """The memory that this rank has of a DTensor; ``to_local()`` is a view that autograd records."""
 
+is_unwritten_copy: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+"""Whether nothing was written to a tensor, under any name, since :func:`copy_on_write` of it."""
+
 _NONE: Mapping[int, Any] = {}
+
+
+def copy_on_write(tensor: Tensor) -> Tensor:
+    """What ``tensor`` is now; memory is copied when somebody writes to either of them."""
+    try:
+        return torch._lazy_clone(tensor.detach())
+    except RuntimeError:  # memory that is not torch's own
+        return tensor.detach().clone()
 
 
 def is_dtensor(tensor: Tensor) -> bool:

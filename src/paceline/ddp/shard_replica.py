@@ -4,7 +4,8 @@ A step is a fixed number of shards, each computed by some rank. Inside :meth:`Sh
 shard has its own random numbers, finds the buffers as they were when the step began, and leaves
 gradients that are added up on this rank, exactly (``_reducer/sums.py``). When a rank has computed
 its shards, of which there may be none, it calls :meth:`ShardReplica.finish`: the ranks compare
-accounts (``_reducer/account.py``), exchange sums, and each has the means in ``.grad``.
+accounts (``_reducer/account.py``), exchange sums, and each has the means in ``.grad``. Most of the
+sums are sent before that, in the backward pass of a rank's last shard (``shard_sending.py``).
 
 Nothing of this goes through the reducer's passes: they average what ranks have, and here it does
 not matter who has what.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from enum import Enum, auto
 from types import MappingProxyType
@@ -25,17 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from .._reducer import Done, StepSums, Summed, local, look_before_steps, settle, steps
+from .._reducer import Agreed, Done, StepSums, Summed, local, look_before_steps, settle, steps
 from .._torch.ddp import optimizers_in_backward
 from ..data import Shard, keyed_random
 from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
 from ..groups import Group
 from ..policies import Reduction
 from ..recorder import events
-from .averaging import AveragingSwitch
 from .replica import Replica
 from .same_bits import check_device, deterministic
 from .shard_buffers import ShardBuffers
+from .shard_sending import EarlySending
+from .shard_switch import ShardSwitch
 from .structure import tensors_in
 from .trained import sparse_parameters
 
@@ -63,7 +65,7 @@ class ShardReplica(Replica):
         self.shards = policy.shards
         super().__init__(module, group, policy, **options)
         self._refuse_unfit()
-        self.averaging = _NoSwitch(group.rank())
+        self.averaging = ShardSwitch(group.rank())
         self._params = dict(self.trained.all)
         self._devices = {param.device for param in self._params.values()}
         self._buffers = ShardBuffers(self.buffers, group.rank())
@@ -74,7 +76,9 @@ class ShardReplica(Replica):
         self._base: dict[str, Tensor] = {}  # gradients from before the step
         self._passes = 0  # backward passes of the shard that is computed now
         self._all_passes: set[int] = set()  # of each of the shards computed
+        self._last = False  # the next shard is this rank's last one of the step
         self._sums = self._make_sums()
+        self._sending = self._make_sending()
         look_before_steps(self._sums, _Look(self))
         if self.shards < group.size():
             log.warning(
@@ -93,6 +97,10 @@ class ShardReplica(Replica):
             for name, tensor in tensors.items()
         ]
         return StepSums(summed, self.shards, self.group)
+
+    def _make_sending(self) -> EarlySending:
+        numbered = {self._numbers[name]: param for name, param in self._params.items()}
+        return EarlySending(self._sums, numbered)
 
     def _refuse_unfit(self) -> None:
         sparse = sparse_parameters(self.module)
@@ -127,6 +135,7 @@ class ShardReplica(Replica):
                     yield
             except BaseException:
                 self._phase = StepPhase.OPEN
+                self._sending.end()
                 raise
             self._leave(shard)
 
@@ -135,6 +144,7 @@ class ShardReplica(Replica):
         self.begin_step()
         self._same["step"] = shard.place
         self._phase, self._weight, self._passes = StepPhase.INSIDE, None, 0
+        self._samples = shard.samples
 
     def _check(self, shard: Shard) -> None:
         rank = self.group.rank()
@@ -187,9 +197,11 @@ class ShardReplica(Replica):
         self._phase = StepPhase.OPEN
 
     def _leave(self, shard: Shard) -> None:
-        weight = shard.samples if self._weight is None else self._weight
+        weight = self._counts_as()
         with torch.no_grad():
             terms = self._take_gradients()
+            for number in self._sending.take_back(terms, weight):
+                del terms[number]
             changes = self._buffers.take_changes()
             terms.update((self._numbers[name], change) for name, change in changes.items())
             if weight:  # otherwise it is as if it had not been
@@ -197,6 +209,10 @@ class ShardReplica(Replica):
         self._weights[shard.index] = weight
         self._all_passes.add(self._passes)
         self._phase = StepPhase.OPEN
+
+    def _counts_as(self) -> int:
+        """What the shard that is computed now counts as, as far as it was said."""
+        return self._samples if self._weight is None else self._weight
 
     def _take_gradients(self) -> dict[int, Tensor]:
         found = {}
@@ -232,7 +248,9 @@ class ShardReplica(Replica):
         log.error("rank %d: %s; telling the other ranks", self.group.rank(), text)
         instead = events.calls_for(self.group.board, events.STANDING_IN)
         with contextlib.suppress(Exception), instead:  # the user wants the first error
+            self._sums.send_nothing()
             settle(self.group, self._done(text), len(self._numbers), {})
+        self._sums.drop()
         self._give_up()
 
     def give_up(self) -> None:
@@ -244,7 +262,12 @@ class ShardReplica(Replica):
             for name, param in self._params.items():
                 param.grad = self._base.get(name)
             self._buffers.undo()
-        self._base, self._weights = {}, {}
+        self._sending.end()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._base, self._weights, self._last = {}, {}, False
+        self._sending.corrected = False
         self._phase = StepPhase.BETWEEN
 
     # -- the end of a step ----------------------------------------------------------------------
@@ -258,17 +281,22 @@ class ShardReplica(Replica):
                     "loop over its shards was left early. The other ranks are told so.",
                     "Let the loop run to its end, or call ddp.sync_grads().",
                 )
-        yield from self.taken_from(items)
+        yield from self.taken_from(items, _length(items))
         self.finish()
 
-    def taken_from(self, items: Iterable[Item]) -> Iterator[Item]:
-        """``items``; should one of them not come, the other ranks' step ends with what happened."""
-        source = iter(items)
+    def taken_from(self, items: Iterable[Item], count: int | None = None) -> Iterator[Item]:
+        """``items``; should one of them not come, the other ranks' step ends with what happened.
+
+        ``count`` is how many there are, if that is known: sums are sent in the last one.
+        """
+        source, number = iter(items), 0
         while True:
             with self._telling():
                 item = next(source, _END)
             if item is _END:
                 return
+            number += 1
+            self._last = number == count
             yield item
 
     def finish(self) -> None:
@@ -296,7 +324,7 @@ class ShardReplica(Replica):
         except BaseException:
             self._give_up()
             raise
-        self._phase, self._weights, self._base = StepPhase.BETWEEN, {}, {}
+        self._end_step()
         return called
 
     def tell_averages(self) -> None:
@@ -309,11 +337,26 @@ class ShardReplica(Replica):
         return str(next(iter(self._all_passes))) if len(self._all_passes) == 1 else ""
 
     def _done(self, trouble: str = "") -> Done:
-        return Done(self.shards, dict(self._weights), dict(self._same), trouble)
+        if self._sums.interrupted:
+            trouble = trouble or "a step was interrupted of which a part had been sent"
+        late = self._sending.corrected
+        return Done(self.shards, dict(self._weights), dict(self._same), trouble, late=late)
+
+    def _settle(self, done: Done) -> Agreed:
+        """Send all that was promised, and compare accounts."""
+        self._sums.send_promised()
+        try:
+            agreed = settle(self.group, done, len(self._numbers), self._sums.sums)
+        except BaseException:
+            self._sums.drop()
+            raise
+        if agreed.late:
+            self._sending.wanted = False
+        return agreed
 
     def _average(self, done: Done) -> bool:
-        agreed = settle(self.group, done, len(self._numbers), self._sums.sums)
-        self._sums.exchange(agreed.levels)
+        agreed = self._settle(done)
+        self._sums.exchange(agreed.levels, agreed.in_place)
         for name, number in self._numbers.items():
             if number not in self._sums.sums:
                 continue
@@ -359,12 +402,15 @@ class ShardReplica(Replica):
         if self._phase is StepPhase.INSIDE:
             for tensor in outputs[:1]:
                 tensor.register_hook(self._count_backward)
+            if self._last:
+                self._sending.begin(self._counts_as)
             return
         for tensor in outputs:
             tensor.register_hook(self._refuse_backward)
 
     def _count_backward(self, _grad: Tensor) -> None:
         self._passes += 1
+        self._sending.backward_begins()
 
     def _refuse_backward(self, _grad: Tensor) -> None:
         if self._phase is not StepPhase.INSIDE:
@@ -419,9 +465,13 @@ class ShardReplica(Replica):
         """Go on in another group; a step that was begun is dropped."""
         self._give_up()
         super().move_to(group)
-        self.averaging = _NoSwitch(group.rank())
+        self.averaging = ShardSwitch(group.rank())
         self._buffers = ShardBuffers(self.buffers, group.rank())
+        before, wanted = self._sums, self._sending.wanted
         self._sums = self._make_sums()
+        self._sums.come_after(before)
+        self._sending = self._make_sending()
+        self._sending.wanted = self._sending.wanted and wanted
         look_before_steps(self._sums, _Look(self))
 
     def refuse_step(self, optimizer: Optimizer) -> None:
@@ -449,6 +499,13 @@ class ShardReplica(Replica):
 _END: Any = object()
 
 
+def _length(items: object) -> int | None:
+    """How many there are, if that can be told."""
+    with contextlib.suppress(TypeError):  # there are objects that have a length and do not know it
+        return len(items) if isinstance(items, Sized) else None
+    return None
+
+
 class _Look:
     """Asks a replica before every step of an optimizer, as long as it lives."""
 
@@ -459,33 +516,3 @@ class _Look:
         living = self._replica()
         if living is not None:
             living.refuse_step(optimizer)
-
-
-class _NoSwitch(AveragingSwitch):
-    """``no_sync`` and ``accumulate`` have no meaning where a step is made of shards."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._on = rank, True
-        super().__init__()
-
-    @property
-    def on(self) -> bool:
-        """Always: shards are averaged when their step ends."""
-        return self._on
-
-    @on.setter
-    def on(self, value: bool) -> None:
-        if not value:
-            self._refuse("require_backward_grad_sync = False")
-
-    def _refuse(self, what: str) -> None:
-        raise ModuleStateError(
-            f"rank {self._rank}: {what} for a model wrapped with shards=. Every rank refuses it.",
-            "Shards gather by themselves, and are averaged when their step ends.",
-        )
-
-    def no_sync(self) -> Any:
-        self._refuse("no_sync()")
-
-    def accumulate(self, steps: int) -> Any:
-        self._refuse(f"accumulate({steps})")

@@ -187,11 +187,13 @@ class Job:
 
     # -- inside a step --------------------------------------------------------------------------
 
-    def compute(self, batches: Iterator[tuple[Shard, Any]]) -> Iterator[tuple[Shard, Any]]:
-        """Yield from ``batches`` as long as no member of the step is lost."""
+    def compute(
+        self, batches: Iterator[tuple[Shard, Any]], count: int
+    ) -> Iterator[tuple[Shard, Any]]:
+        """Yield from the ``count`` batches as long as no member of the step is lost."""
         if self._tried(self._replica.begin_step):
             return
-        for item in self._replica.taken_from(batches):
+        for item in self._replica.taken_from(batches, count):
             if self._crew is not None and self._crew.lost:
                 return
             yield item

@@ -54,7 +54,7 @@ class JobStep:
         job = self._job
         while not self.ended:
             self._taken = []
-            for item in job.compute(self.batches()):
+            for item in job.compute(self.batches(), len(self._sharded)):
                 self._taken.append(item[0])
                 yield item
             job.end(self)

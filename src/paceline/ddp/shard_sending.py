@@ -1,0 +1,148 @@
+"""EarlySending: sums leave in the backward pass of a rank's last shard, as its gradients come.
+
+``_reducer/step_sums.py`` says which buckets may leave before the ranks compare accounts, and why
+that changes no bit. Here is when: hooks on a few parameters tell that the gradients of a bucket are
+there; they are added to the sums, and the bucket is sent. What has not left when the backward pass
+ends is sent then, so that all ranks that know their last shard send at the same place.
+
+A gradient that was sent may still change inside the shard: another backward pass, a reentrant
+checkpoint, a program that clips. So a copy is kept that costs nothing unless one of them is written
+to, and when the shard ends, what has changed is corrected. As that costs more than sending early
+gains, all ranks then stop doing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .._reducer import StepSums
+from .._torch.autograd import call_after_backward
+from .._torch.tensors import copy_on_write, is_unwritten_copy
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SentTerm:
+    """A gradient that is on its way."""
+
+    grad: Tensor
+    copy: Tensor  # as it was sent
+    touched_before: bool  # an earlier shard had a term for the same parameter
+
+    def is_same(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is still what was sent."""
+        if grad is not self.grad:
+            return False
+        return is_unwritten_copy(grad) or torch.equal(grad, self.copy)
+
+
+class EarlySending:
+    """Sends the promised buckets of ``sums``, to which ``params`` belong by number."""
+
+    def __init__(self, sums: StepSums, params: Mapping[int, nn.Parameter]) -> None:
+        self._sums, self._params = sums, params
+        self.wanted = sums.group.size() > 1 and all(p.device.type == "cpu" for p in params.values())
+        self.corrected = False  # something that was sent has changed since, in this step
+        self._handles: list[RemovableHandle] = []
+        self._sent: dict[int, SentTerm] = {}
+        self._weight: Callable[[], int] = int
+        self._sent_weight = 0
+        self._order: list[int] = []  # of the gradients that have come
+        self._telling: tuple[list[list[int]], set[int]] = [], set()  # which tell, for which buckets
+
+    # -- the last shard of a rank ---------------------------------------------------------------
+
+    def begin(self, weight: Callable[[], int]) -> None:
+        """A forward pass of the last shard is done: send as its backward pass goes along.
+
+        ``weight`` is what the shard counts as.
+        """
+        rows = self._sums.promised()
+        if self._handles or self._sent or not self.wanted or not rows:
+            return
+        self._weight, self._order = weight, []
+        known, telling = self._telling
+        for number in telling if known == rows else [n for row in rows for n in row]:
+            hook = partial(self._arrived, number)
+            self._handles.append(self._params[number].register_post_accumulate_grad_hook(hook))
+
+    def backward_begins(self) -> None:
+        """Be there when the backward pass that runs now ends."""
+        if self._handles:
+            call_after_backward(self._send_rest)
+
+    def _arrived(self, number: int, _param: Tensor) -> None:
+        self._order.append(number)
+        while (rows := self._sums.promised()) and self._is_complete(rows[0]):
+            self._send(rows[0])
+
+    def _is_complete(self, row: list[int]) -> bool:
+        """Whether all gradients have come that are expected; others may come never."""
+        sums, params = self._sums.sums, self._params
+        return not any(params[n].grad is None and sums[n].expected is not None for n in row)
+
+    def _send_rest(self) -> None:
+        if not self._handles:
+            return
+        rows = self._sums.promised()
+        self._learn(complete=not rows)
+        for row in rows:
+            self._send(row)
+
+    def _send(self, row: list[int]) -> None:
+        grads = {number: self._params[number].grad for number in row}
+        terms = {number: grad for number, grad in grads.items() if grad is not None}
+        if any(grad.layout is not torch.strided for grad in terms.values()):
+            return  # the shard's end refuses it
+        sums = self._sums.sums
+        before = {number: sums[number].touched for number in terms}
+        self._sent_weight = self._weight()
+        with torch.no_grad():
+            if self._sent_weight:
+                self._sums.add(terms, self._sent_weight)
+            for number, grad in terms.items():
+                self._sent[number] = SentTerm(grad, copy_on_write(grad), before[number])
+        self._sums.send_next()
+
+    def _learn(self, *, complete: bool) -> None:
+        """Let the last gradient of each bucket tell the next time, if that would be enough."""
+        known, _ = self._telling
+        rows = self._all_rows()
+        if complete and known != rows:
+            last = [[n for n in self._order if n in row] for row in rows]
+            self._telling = rows, {found[-1] for found in last if found}
+        elif not complete:
+            self._telling = [], set()
+
+    def _all_rows(self) -> list[list[int]]:
+        return [row for row, promised in self._sums.rows() if promised]
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def take_back(self, grads: Mapping[int, Tensor], weight: int) -> set[int]:
+        """Which of a shard's gradients are sums already; those that have changed are none any more.
+
+        ``grads`` are those that it ends with, by number, and ``weight`` is what it counts as.
+        """
+        sent, self._sent = self._sent, {}
+        self.end()
+        same = weight == self._sent_weight
+        changed = {n: t for n, t in sent.items() if not (same and t.is_same(grads.get(n)))}
+        if changed:
+            self.corrected = True
+            if self._sent_weight:
+                self._sums.add({n: term.copy for n, term in changed.items()}, -self._sent_weight)
+            for number, term in changed.items():
+                self._sums.sums[number].touched = term.touched_before
+        return set(sent) - set(changed)
+
+    def end(self) -> None:
+        """Listen no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._sent = [], {}
