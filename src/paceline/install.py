@@ -166,8 +166,8 @@ def _warn_of_what_stays_torchs() -> None:
         parts.append(f"classes derived from torch's wrapper ({', '.join(derived)})")
     if parts:
         warnings.warn(
-            f"paceline.install() came late: {' and '.join(parts)} stay torch's. "
-            "All ranks must agree on whose they are, or they wait for each other in vain. Call it "
+            f"paceline.install() was called late: {' and '.join(parts)} stay torch's. "
+            "All ranks must use the same kind, or they wait for each other forever. Call it "
             "before such classes and models are made, or start with paceline run --drop-in.",
             stacklevel=3,
         )

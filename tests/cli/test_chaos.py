@@ -97,7 +97,7 @@ def test_nobody_is_killed_in_the_run_without_faults() -> None:
     ("digests", "codes", "code", "words"),
     [
         (("a", "a"), [0, 0], 0, "bit by bit"),
-        (("a", "a", "nobody killed"), [0, 0], 1, "nobody was killed"),
+        (("a", "a", "nobody killed"), [0, 0], 1, "no member was killed"),
         (("a", "b"), [0, 0], 1, "not the same, first in the weights at the end"),
         (("", ""), [0, 0], 1, "not the same"),
         (("a", "a"), [3], 1, "the run without faults ended with exit code 3"),

@@ -436,7 +436,7 @@ def test_where_shm_cannot_be_used_it_says_so_and_takes_gloo(
     _tell_what_auto_picks("auto")
     assert capsys.readouterr().err == "paceline: auto picks gloo on CPU.\n"
     assert main(["demo", "--backend", "shm"]) == 2
-    assert "demo --backend shm: not on this machine: no cc." in capsys.readouterr().err
+    assert "demo --backend shm: not available here: no cc." in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_ends_the_demo_with_its_own_error(
@@ -481,7 +481,7 @@ def test_the_demo_trains_compares_and_writes_a_report(
         "rank-00001.json",
     ]
     assert not (tmp_path / "failure.txt").exists()
-    report = Path(said.rsplit("The run in pictures: ", 1)[1].strip())
+    report = Path(said.rsplit("The report of the run: ", 1)[1].strip())
     assert report == tmp_path / "report.html"
     assert "<html" in report.read_text().lower()
 

@@ -87,7 +87,7 @@ def test_a_folder_that_is_not_there_is_refused(
 def test_a_folder_without_logs_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "no rank's log" in refused([str(tmp_path)], capsys)
+    assert "no log of a rank" in refused([str(tmp_path)], capsys)
 
 
 def test_a_damaged_log_is_refused_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

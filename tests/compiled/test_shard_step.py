@@ -148,7 +148,7 @@ def test_parameters_that_are_frozen_between_steps_are_left_alone() -> None:
     [
         ({"accumulate": 2}, "a step has its shards already"),
         ({"dynamic": True}, "code for any size"),
-        ({"graph": True}, "no single graph"),
+        ({"graph": True}, "not a single graph"),
         ({"options": {"max_autotune": True}}, "max_autotune chooses code by timing it"),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_wrapper_whose_gradients_are_sharded_stays_where_it_is() -> None:
     def one_rank(group: Group) -> None:
         ddp = DDP(seeded(mlp), process_group=group)
         ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=0.1)
-        with pytest.raises(ModuleStateError, match="holds a stretch of the gradients"):
+        with pytest.raises(ModuleStateError, match="holds its part of the gradients"):
             ddp._update_process_group(group.split([[0, 1], [2]]))
         assert ddp.process_group is group
 

@@ -34,7 +34,7 @@ def test_a_key_that_others_may_have_read_is_refused(tmp_path, mode) -> None:
     path = tmp_path / "job.key"
     JobKey.make().write(path)
     path.chmod(mode)
-    with pytest.raises(KeyFileError, match="others than this user"):
+    with pytest.raises(KeyFileError, match="other users may have read"):
         JobKey.read(path)
 
 
@@ -55,7 +55,7 @@ def test_what_is_no_key_or_a_part_of_one_is_refused(tmp_path) -> None:
     for text in texts:
         path.write_bytes(text)
         path.chmod(0o600)
-        with pytest.raises(KeyFileError, match="is no key file"):
+        with pytest.raises(KeyFileError, match="is not a complete key file"):
             JobKey.read(path)
     path.unlink()
     with pytest.raises(KeyFileError, match="cannot read"):

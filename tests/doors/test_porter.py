@@ -92,6 +92,6 @@ def test_a_unix_socket_in_a_folder_that_others_write_to_is_refused(tmp_path) -> 
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(PermissionError, match="others can write"):
+    with pytest.raises(PermissionError, match="other users can write"):
         bind_private(shared / "socket")
     assert list(shared.iterdir()) == []

@@ -193,7 +193,9 @@ def refused(address: Address, identity: Identity, reason: str) -> None:
 def test_a_certificate_of_another_job_is_refused_by_both_sides(house, key) -> None:
     address, echo, porter = house
     stranger = JobKey.make().identity(AGENT)
-    refused(address, stranger, "its certificate is not good")  # what the good host shows is foreign
+    refused(
+        address, stranger, "its certificate is not valid"
+    )  # what the good host shows is foreign
     believes_all = Identity(key.authority, stranger.certificate, stranger.key)
     refused(address, believes_all, "the certificate of this host")
     assert echo.came == 0

@@ -229,7 +229,7 @@ def test_ranks_take_graphs_by_themselves_each_where_it_pays(scene: Scene) -> Non
 def test_graphs_that_are_asked_for_and_cannot_be_are_refused(scene: Scene) -> None:
     ddp = wrapped(scene)
     assert train_step(ddp, adamw(ddp), loss_of, graph=False).replays is None
-    with pytest.raises(NotCapturedError, match="only what Inductor compiles"):
+    with pytest.raises(NotCapturedError, match="only code compiled by Inductor"):
         train_step(ddp, adamw(ddp), loss_of, graph=True, backend="aot_eager")
 
 

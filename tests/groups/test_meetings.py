@@ -147,7 +147,7 @@ def test_an_engine_that_cannot_be_opened_is_told_to_all_at_once_and_they_meet_ag
         found = list(pool.map(one_rank, range(3)))
     assert [again for _, again in found] == ["0,1,2"] * 3
     for rank in (0, 2):
-        assert "rank 1 could not go on: MemoryError: no memory left" in found[rank][0]
+        assert "rank 1 failed: MemoryError: no memory left" in found[rank][0]
 
 
 def test_what_a_rank_left_behind_that_died_in_a_meeting_is_never_read_again() -> None:

@@ -30,7 +30,7 @@ def test_options_are_frozen_and_checked() -> None:
         options.backend_options["window"] = 1  # type: ignore[index]
     with pytest.raises(TypeError, match="timedelta"):
         GroupOptions("shm", 3.0, CPU)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="more than no time"):
+    with pytest.raises(ValueError, match="more than zero"):
         GroupOptions("shm", timedelta(0), CPU)
 
 

@@ -228,7 +228,7 @@ def test_a_roster_that_a_member_does_not_open_in_time_is_given_up() -> None:
     hall.pass_time(20)
     said = hall.said(Opened, to=0)
     assert [word.usable for word in said] == [False]
-    assert "member 1 (it did not say in time" in said[0].why
+    assert "member 1 (it did not confirm the roster in time" in said[0].why
 
 
 def test_the_same_step_failing_on_three_members_ends_the_job() -> None:
@@ -394,7 +394,7 @@ def test_a_new_keeper_waits_for_members_that_others_remember() -> None:
     assert hall.said(Decided) == []
     hall.pass_time(0.1)
     assert hall.roster() == (0,)
-    assert again(hall, 1, old.council.current).startswith("it was given up: it did not come back")
+    assert again(hall, 1, old.council.current).startswith("it was given up: it did not reconnect")
 
 
 def test_a_new_keeper_hears_from_an_agent_who_died_with_the_one_before() -> None:
@@ -444,7 +444,7 @@ def test_a_process_that_lies_about_its_number_is_refused() -> None:
     assert again(hall, 1, hall.council.current, pid=77) == (
         "member 1 is process 1 on here, not process 77 on here"
     )
-    assert again(hall, 5, None) == "it speaks of members that there have never been"
+    assert again(hall, 5, None) == "it names members that have never existed"
     stranger = hall.council.current
     stranger = type(stranger)(9, stranger.members, stranger.how_far)
     assert again(hall, 1, stranger) == "there has never been a roster 9"

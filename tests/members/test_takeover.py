@@ -4,7 +4,7 @@ from paceline._members import HowFar, Roster, Rules
 from paceline._members.words import Changed, Decided, Enrol, ProcessId, Refused
 from tests.members.test_council import Hall, in_use
 
-LOST = "its keys were lost with their keeper"
+LOST = "its keys were lost with the keeper"
 RULES = Rules(first=1, return_within=5.0, unseen=60.0)
 
 

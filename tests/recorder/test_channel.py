@@ -142,7 +142,7 @@ def test_an_answer_of_somebody_else_is_not_believed(office: Office) -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     address = Address("process", *impostor.getsockname(), key, "machine", network(), 1)
-    with pytest.raises(OSError, match="not of the job"):
+    with pytest.raises(OSError, match="from outside the job"):
         ask(address, b"who?")
     thread.join()
     impostor.close()

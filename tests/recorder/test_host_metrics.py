@@ -67,7 +67,7 @@ def test_a_folder_that_others_can_write_is_refused_and_training_goes_on(
     monkeypatch.setattr(host_metrics.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"paceline-metrics-{os.geteuid()}-9400").mkdir(mode=0o755)
     begin("9400")
-    assert "is not this user's alone" in capsys.readouterr().err
+    assert "is open to other users" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["0", "port", "host:", "70000"])

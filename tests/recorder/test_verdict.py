@@ -48,7 +48,7 @@ def test_a_rank_that_has_not_made_the_call_is_missing_at_its_line() -> None:
         "rank 0 has waited 12.3 s in all_reduce SUM of float32[4] (call 5 of the group "
         "gloo:0,1,2), called at train.py:5. Rank 1 is missing: it is at data.py:17 in batches "
         "(row = queue.get()). It has made 4 of 5 calls. Rank 2 waits too. If it is only slow, all "
-        "go on when it comes."
+        "ranks continue when it arrives."
     )
 
 
@@ -58,7 +58,7 @@ def test_a_rank_that_compiles_is_said_to_compile() -> None:
     assert (found.kind, found.rank) == (Trouble.BUSY, 1)
     assert "Rank 1 compiles its first step: it is at data.py:17 in batches" in found.text
     assert "missing" not in found.text
-    assert found.text.endswith("All go on when it is done.")
+    assert found.text.endswith("All ranks continue when it is done.")
 
 
 def test_a_rank_that_failed_in_the_same_call_is_not_to_blame_for_another() -> None:

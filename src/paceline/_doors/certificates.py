@@ -139,7 +139,7 @@ class JobKey:
             self._private_key()
         except ValueError:
             raise KeyFileError(
-                f"{path} is no key file of paceline, or only a part of one",
+                f"{path} is not a complete key file of paceline",
                 "Make one with paceline run --new-key FILE, and copy it to every host.",
                 str(path),
             ) from None
@@ -161,7 +161,7 @@ class JobKey:
 
         found = load_pem_private_key(self.key, None)
         if not isinstance(found, ec.EllipticCurvePrivateKey):
-            raise ValueError("a key of another kind")
+            raise ValueError("another kind of key")
         return found
 
 
@@ -171,7 +171,7 @@ def require_cryptography() -> None:
         import cryptography  # noqa: F401
     except ImportError:
         raise LaunchError(
-            "several hosts show each other certificates, and the package that makes them is not "
+            "several hosts need certificates, and the package that creates them is not "
             "installed here",
             "Install it on every host: pip install 'paceline[hosts]'.",
         ) from None
@@ -190,9 +190,9 @@ def _read_private(path: Path) -> bytes:
         ) from None
     if seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
         raise KeyFileError(
-            f"others than this user may have read the key file {path} (mode "
+            f"other users may have read the key file {path} (mode "
             f"{stat.S_IMODE(seen.st_mode):o}, owner {seen.st_uid})",
-            f"Make a new one. Where only you can have read it: chmod 600 {path}.",
+            f"Create a new one. If only you can have read it: chmod 600 {path}.",
             str(path),
         )
     return text

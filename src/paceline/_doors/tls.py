@@ -99,13 +99,13 @@ def calling(identity: Identity, service: str) -> ssl.SSLContext:
 def explain(error: Exception, where: str) -> OSError:
     """What became of a connection, as an error that says whose fault it is."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return StrangerError(where, f"its certificate is not good ({error.verify_message})")
+        return StrangerError(where, f"its certificate is not valid ({error.verify_message})")
     if isinstance(error, HUNG_UP):
-        return StrangerError(where, "it hung up on the certificate of this host")
+        return StrangerError(where, "it rejected the certificate of this host")
     if isinstance(error, ssl.SSLError):
         return StrangerError(where, _refusal(error))
     if isinstance(error, TimeoutError):
-        return StrangerError(where, "it has not shown in time who it is")
+        return StrangerError(where, "it has not shown a certificate in time")
     return error if isinstance(error, OSError) else OSError(str(error))
 
 

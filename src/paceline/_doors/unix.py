@@ -29,7 +29,7 @@ def bind_private(path: str | Path) -> socket.socket:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     seen = folder.stat()
     if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
-        raise PermissionError(f"others can write to {folder}")
+        raise PermissionError(f"other users can write to {folder}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))

@@ -54,11 +54,11 @@ def parse_store(url: str) -> StoreAddress:
     """
     scheme, _, rest = url.partition("://")
     if scheme not in ("etcd", "etcds") or not rest:
-        raise _refused(url, "it has to begin with etcd:// or etcds://")
+        raise _refused(url, "it must begin with etcd:// or etcds://")
     places, _, query = rest.partition("?")
     files = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := sorted(files.keys() - set(_FILES)):
-        raise _refused(url, f"{', '.join(unknown)} is nothing that it can have")
+        raise _refused(url, f"{', '.join(unknown)} is not an option of it")
     if files and scheme == "etcd":
         raise _refused(url, "certificates belong to etcds://")
     if "key" in files and "cert" not in files:

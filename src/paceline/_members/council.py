@@ -147,7 +147,7 @@ class Council:
                 self.gone.setdefault(member, why)
         for member, living in list(self.living.items()):
             if word.host == (living.host or living.process.host) and member not in word.members:
-                self.lose(member, "its agent does not have it any more", now)
+                self.lose(member, "its launcher no longer has it", now)
         self._announce_newcomers()
         self._decide(now)
 
@@ -198,14 +198,14 @@ class Council:
     def refusal(self, word: Enrol) -> str:
         """Say why a process cannot be the member that it says it is; empty if it can."""
         if word.member is None:
-            return "" if word.roster is None else "it has a roster and is no member"
+            return "" if word.roster is None else "it names a roster but is not a member"
         members = {word.member} | set(() if word.roster is None else word.roster.members)
         if not all(0 <= member < self.next_member for member in members):
-            return "it speaks of members that there have never been"
+            return "it names members that have never existed"
         if word.roster is not None and not 0 < word.roster.number <= self.last_roster:
             return f"there has never been a roster {word.roster.number}"
         if word.roster is not None and not _could_be(word.roster, word.member):
-            return f"roster {word.roster.number} cannot have been like that"
+            return f"roster {word.roster.number} cannot have been like this"
         if word.member in self.gone:
             return f"it was given up: {self.gone[word.member]}"
         living = self.living.get(word.member)
@@ -290,7 +290,7 @@ class Council:
         if member not in self.current.members:
             self._announce_newcomers()
         elif word.how_far.why or self.phase is RosterPhase.OPENING:
-            self._give_up({member: word.how_far.why or "it came to the meeting again"})
+            self._give_up({member: word.how_far.why or "it arrived again"})
         elif self.phase is RosterPhase.IN_USE:
             self._give_up_soon({member: "it waits for the next roster"}, now)
         self._decide(now)
@@ -356,7 +356,7 @@ class Council:
         """Say in words what a meeting waits for."""
         missing = {m: str(self.living[m].process) for m in self._missing()}
         if missing:
-            return f"members that live have not come yet: {_in_words(missing)}"
+            return f"members that are alive have not arrived yet: {_in_words(missing)}"
         return f"{len(self._meeting)} have come, and at least {self.rules.least} are needed"
 
     def given_up_because(self) -> str:
@@ -455,7 +455,7 @@ class Council:
         """Free those who still open or use the current roster."""
         if self.phase is RosterPhase.OPENING and not reasons:
             late = [m for m in self.current.members if m not in self._ready]
-            reasons = dict.fromkeys(late, "it did not say in time whether it can use the roster")
+            reasons = dict.fromkeys(late, "it did not confirm the roster in time")
         was, self.phase = self.phase, RosterPhase.GIVEN_UP
         self._reasons = {**self._reasons, **reasons}
         self._give_up_at = inf
@@ -508,7 +508,7 @@ class Council:
             if member not in self.living and member not in self.gone:
                 self.living[member] = Living(UNKNOWN)
             if member in self.living and not self.living[member].heard:
-                why = "it did not come back to the new keeper"
+                why = "it did not reconnect to the new keeper"
                 self._overdue(member, now + self.rules.return_within, why)
         lost = {m: self.gone[m] for m in roster.members if m in self.gone}
         if lost or any(member in self._meeting for member in roster.members):

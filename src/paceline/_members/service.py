@@ -157,7 +157,7 @@ class Service:
         self._time = now
         for member, at in list(self._heard_at.items()):
             if now - at >= self._silent_after:
-                self.council.silent(member, f"it was not heard of for {now - at:.0f} s", now)
+                self.council.silent(member, f"nothing was heard from it for {now - at:.0f} s", now)
         self.council.time(now)
         self._admit_hosts(now)
         self._settle()
@@ -345,7 +345,7 @@ class Service:
             self._answers.pop(member, None)
             self._keys.forget(member)
             gone = Refused(self.council.gone[member])
-            self._out += [(line, gone), (line, HangUp("it is no member any more"))]
+            self._out += [(line, gone), (line, HangUp("it is no longer a member"))]
 
     def _begin_keys(self, roster: int) -> None:
         self._keys = Keys(roster)
@@ -367,7 +367,7 @@ class Service:
 
     def _recall(self, roster: Roster, now: float) -> None:
         """Go on with the roster of a keeper that may have been on another host."""
-        lost = "" if self._keys.roster == roster.number else "its keys were lost with their keeper"
+        lost = "" if self._keys.roster == roster.number else "its keys were lost with the keeper"
         if lost:
             self._keys = Keys(roster.number)
             self._keys.close(lost)

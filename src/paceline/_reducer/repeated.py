@@ -38,7 +38,7 @@ def obstacle_to_replays(reducer: Reducer) -> str:
     if reducer.comm_hook is not None:
         return "a communication hook averages the gradients"
     if reducer.layout.scattered:
-        return "an optimizer holds stretches of the gradients"
+        return "an optimizer holds its part of the gradients"
     if reducer.policy.lazy:
         return "lazy buckets have other memory in each pass"
     if any(reducer.is_sparse(number) for number in range(len(reducer.params))):

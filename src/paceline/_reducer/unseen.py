@@ -35,7 +35,7 @@ def _look(reducer: Reducer, optimizer: Optimizer) -> None:
         warnings.warn(
             f"rank {reducer.group.rank()}: {names[0]} has a gradient of this rank alone: "
             "no backward pass was seen that brought it, after a forward through the wrapper. "
-            "If your program sets .grad itself, all is as under torch. Otherwise return from "
+            "If your program sets .grad itself, this is as in torch. Otherwise return from "
             "forward what the loss is made of, so that other ranks do not wait for it.",
             RuntimeWarning,
             stacklevel=5,

@@ -70,7 +70,7 @@ def warn_of_newer(rank: int) -> None:
     _told = True
     tested = f"{shown(OLDEST)} to {shown(NEWEST)}"
     warnings.warn(
-        f"paceline has been tested with torch {tested}, and this is {torch.__version__}: it may "
-        "fail, or miss what is new there. Look for a newer paceline.",
+        f"paceline was tested with torch {tested}, and this is {torch.__version__}: it may "
+        "fail, or not support new features. Look for a newer paceline.",
         stacklevel=2,
     )

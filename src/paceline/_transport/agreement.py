@@ -80,7 +80,7 @@ def fetch_all(
         return [decoder.decode(data) for data in found]
     except msgspec.DecodeError as error:
         raise RendezvousError(
-            f"a rank told of its {part} in words that this version of paceline does not know",
+            f"a rank sent its {part} in a form that this version of paceline does not know",
             "Start every rank with the same version.",
             rank,
         ) from error
@@ -156,10 +156,10 @@ def told(error: Exception) -> str:
 
 
 _LIMITS = {
-    errno.EMFILE: "the process may open no more files: ulimit -n",
-    errno.ENFILE: "the machine may open no more files",
-    errno.EFBIG: "the process may have no such large file: ulimit -f",
-    errno.ENOMEM: "no memory, or no address space: ulimit -v",
+    errno.EMFILE: "the process has too many open files: ulimit -n",
+    errno.ENFILE: "the host has too many open files",
+    errno.EFBIG: "the file is larger than this process may create: ulimit -f",
+    errno.ENOMEM: "out of memory or address space: ulimit -v",
 }
 
 

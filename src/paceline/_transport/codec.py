@@ -31,7 +31,7 @@ __all__ = ["MAX_DEPTH", "MAX_DIMS", "decode", "encode"]
 MAX_DEPTH = 100  # containers within containers; also what stops at an object that holds itself
 MAX_DIMS = 64  # of a tensor; most of torch's operations take no more
 
-_BAD_BYTES = "They were cut short, changed on their way, or not written by paceline's codec."
+_BAD_BYTES = "They were truncated or changed, or not written by paceline's codec."
 
 
 class _Ext:

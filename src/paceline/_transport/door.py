@@ -112,7 +112,7 @@ class Door:
             if self._failure is not None:
                 raise self._failure
             if missing := sorted(set(expected) - self._guests.keys()):
-                raise TimeoutError(f"no word from rank {', '.join(map(str, missing))}")
+                raise TimeoutError(f"no message from rank {', '.join(map(str, missing))}")
             return {r: self._guests.pop(r) for r in expected}
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def _wish(size: int, window: object) -> Wish:
     if reason := shortage(size):
         return Wish("", 0, 0, 0, reason)
     if type(window) is not int or not 0 <= window < 1 << 63:
-        return Wish("", 0, 0, 0, f"window={window!r} was given, which is no number of bytes")
+        return Wish("", 0, 0, 0, f"window={window!r} was given, which is not a number of bytes")
     calls = _functions()
     build = f"{metadata.version('paceline')}, library {calls.pl_build():016x}"
     cores, heap = len(os.sched_getaffinity(0)), terms.heap_limit(calls.pl_heap_at(size), size)

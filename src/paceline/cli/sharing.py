@@ -170,5 +170,5 @@ def check(facts: SharingFacts, per_gpu: int, backend: str) -> str:
             f"{REMEDY[0].upper()}{REMEDY[1:]}; or go over gloo with --backend gloo.",
         )
     over = "gloo" if backend == "gloo" else f"NCCL {facts.nccl}"
-    slow = "" if facts.mps is Mps.RUNS else ", so ranks take turns on it and times mean little"
+    slow = "" if facts.mps is Mps.RUNS else ", so ranks take turns and timings mean little"
     return f"{per_gpu} ranks on each GPU over {over}; {facts.mps.value}{slow}"

@@ -121,8 +121,8 @@ def explain(
         if planned.ranks != world_size:
             raise NotPlannedError(
                 f"The step's {planned.kind} goes over {planned.ranks} ranks, not {world_size}: "
-                f"the step holds that group itself ({planned.line}).",
-                "Give the group to the step as an argument, or use current_process_group() in it.",
+                f"the step refers to that group directly ({planned.line}).",
+                "Pass the group to the step as an argument, or use current_process_group() in it.",
             )
     return schedule
 

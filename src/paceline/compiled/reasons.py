@@ -23,7 +23,7 @@ def never(ddp: DistributedDataParallel) -> str:
     if ddp.replica.companions:
         return "the wrapper delays the averages of some parameters"
     if reducer.scattered:
-        return "an optimizer holds stretches of the gradients"
+        return "an optimizer holds its part of the gradients"
     for number, (name, param) in enumerate(zip(reducer.names, reducer.params, strict=True)):
         if reducer.is_sparse(number):
             return f"gradients of {name} are sparse"

@@ -135,15 +135,15 @@ class ShardStep:
     def _refuse_unfit(self) -> None:
         settings = self.settings
         if self.ddp.device_type != "cpu":
-            self._refuse(f"that was not tried on {self.ddp.device_type}")
+            self._refuse(f"this was not tested on {self.ddp.device_type}")
         if settings.accumulate != 1:
             self._refuse("accumulate: a step has its shards already")
         if settings.dynamic:
-            self._refuse("dynamic=True: code for any size has other bits than code for one")
+            self._refuse("dynamic=True: code for any size rounds differently")
         if settings.graph:
-            self._refuse("graph=True: several shards are no single graph")
+            self._refuse("graph=True: several shards are not a single graph")
         if timed := [name for name in _TIMED if settings.options.get(name)]:
-            self._refuse(f"{timed[0]} chooses code by timing it, on each rank for itself")
+            self._refuse(f"{timed[0]} chooses code by timing it separately on each rank")
         never = reasons.never(self.ddp) or reasons.unbuildable(self.ddp, settings.backend)
         if never:
             self._refuse(never)
@@ -151,8 +151,9 @@ class ShardStep:
     def _refuse(self, why: str) -> None:
         rank = self.ddp.replica.group.rank()
         raise ModuleArgumentError(
-            f"rank {rank}: train_step with shards={self.ddp.shards}: {why}. Every rank refuses it.",
-            "Leave that out, or write the step out.",
+            f"rank {rank}: train_step with shards={self.ddp.shards}: {why}. "
+            "Every rank raises this.",
+            "Leave that out, or write the loop yourself.",
         )
 
 

@@ -96,7 +96,7 @@ class Step:
         if self.ddp.device_type != "cuda":
             reason = f"the model is on {self.ddp.device_type}"
         elif settings.backend != "inductor":
-            reason = "only what Inductor compiles is captured"
+            reason = "only code compiled by Inductor can be captured"
         elif settings.accumulate != 1:
             reason = "several calls are one step of the optimizer"
         if graph and reason:
@@ -146,8 +146,8 @@ class Step:
         error = ModuleStateError(
             f"rank {self._wire.rank}: train_step with require_manual_backward_finalization: a step "
             "waits for its averages itself, and finalize_backward() would come too late. The other "
-            "ranks are told so in their step.",
-            "Set it to False on every rank, or write the step out.",
+            "ranks get this error in their step.",
+            "Set it to False on every rank, or write the loop yourself.",
         )
         self._turns.after()
         self.ddp.replica.tell_failure(str(error))
@@ -300,9 +300,9 @@ class Step:
         rank = self._wire.rank
         if self.settings.fullgraph:
             raise ModuleArgumentError(
-                f"rank {rank}: train_step(fullgraph=True): {reason}. The other ranks are told so "
-                "in their step.",
-                "Leave fullgraph out to do such steps in eager mode.",
+                f"rank {rank}: train_step(fullgraph=True): {reason}. The other ranks get "
+                "this error in their step.",
+                "Leave fullgraph out to run such steps in eager mode.",
             )
         self.reason = reason
         self._tell("steps are done in eager mode", reason)

@@ -60,7 +60,7 @@ class Class:
 def why_not(optimizer: Optimizer) -> str:
     """Why a graph cannot do what the optimizer does; empty when it can."""
     if type(optimizer) not in (SGD, Adam, AdamW):
-        return f"{type(optimizer).__name__} is none of SGD, Adam and AdamW"
+        return f"{type(optimizer).__name__} is not SGD, Adam or AdamW"
     if has_step_hooks(optimizer):
         return f"{type(optimizer).__name__} has hooks on its step"
     for group in optimizer.param_groups:

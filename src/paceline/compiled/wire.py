@@ -144,7 +144,7 @@ class Wire:
         if alone and self.reducer.averages:
             raise ModuleStateError(
                 "A wrapper was compiled while it averaged nothing, and now it has a weight or a "
-                "hook: the graph knows of neither.",
+                "hook, which the graph does not have.",
                 "Enter ddp.samples() around the first call too, or call torch.compiler.reset().",
             )
         self._gathered = {}  # of a backward pass that failed

@@ -89,7 +89,7 @@ def why_not(number: Tensor) -> str:
     reason = reasons.never(ddp) or reasons.now(ddp, ddp.replica.reducer.params)
     if reason:
         rank = ddp.replica.group.rank()
-        log.warning("rank %d: torch.compile(ddp): averages are made outside: %s", rank, reason)
+        log.warning("rank %d: torch.compile(ddp): averages outside the graph: %s", rank, reason)
     return reason
 
 

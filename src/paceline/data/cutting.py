@@ -29,7 +29,7 @@ class EpochCut:
         for name in ("batch", "shards"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise LoaderArgumentError(name, value, "it has to be a whole number above 0")
+                raise LoaderArgumentError(name, value, "it must be an integer above 0")
         if self.batch < self.shards:
             problem = f"the {self.shards} shards of a step need a sample each"
             raise LoaderArgumentError("batch", self.batch, problem)

@@ -299,8 +299,8 @@ class ShardedStep:
 
 def _require_indexable(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
-        problem = "an IterableDataset has no samples by number, and a shard could not be read again"
+        problem = "an IterableDataset has no indices, so a shard could not be loaded again"
         raise LoaderArgumentError("dataset", type(dataset).__name__, problem)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        problem = "it needs a length, and samples by number: __len__ and __getitem__"
+        problem = "it needs __len__ and __getitem__"
         raise LoaderArgumentError("dataset", type(dataset).__name__, problem)

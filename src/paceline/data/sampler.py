@@ -151,8 +151,8 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     def _warn_of_same_order(self) -> None:
         self._knows_epoch = True
         warnings.warn(
-            f"rank {self.rank}: DistributedSampler begins a second epoch, and nobody has called "
-            "set_epoch: every epoch has the samples in the same order. Call "
+            f"rank {self.rank}: DistributedSampler begins a second epoch, and set_epoch was never "
+            "called: every epoch has the samples in the same order. Call "
             "sampler.set_epoch(epoch) before each epoch, on all ranks; if the order need not "
             "change, pass shuffle=False.",
             stacklevel=3,

@@ -67,11 +67,11 @@ class ManualFinalization:
         if self.shards is not None:
             raise ModuleStateError(
                 "Manual backward finalization is not supported with shards=.",
-                "A step of shards ends by itself. Every rank refuses it.",
+                "A step of shards ends by itself. Every rank raises this.",
             )
         if self._delay_all_reduce_all_params:
             raise ModuleStateError(
                 "Manual backward finalization is not supported when all DDP parameters use "
                 "delay_all_reduce_named_params.",
-                "Those are averaged inside the backward pass. Every rank refuses it.",
+                "Those are averaged inside the backward pass. Every rank raises this.",
             )

@@ -41,7 +41,7 @@ def check_fused(kind: type, *, hooked: bool) -> None:
             "refuse it."
         )
     if hooked:
-        raise ModuleStateError("A fused optimizer and a communication hook do not go together.")
+        raise ModuleStateError("A fused optimizer and a communication hook cannot be combined.")
 
 
 def step_with_buckets(optimizers: Mapping[Tensor, Optimizer], reducer: Reducer) -> None:

@@ -143,7 +143,7 @@ def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None
             notice.wait()
         raise ModuleStateError(
             f"rank {ddp.replica.group.rank()}: a model with SyncBatchNorm layers is in torch's "
-            "Join. A rank that has run out could not stand in for their collectives.",
+            "Join. A rank that has run out could not take part in their collectives.",
             "Use paceline.Join, or ddp.join().",
         )
 

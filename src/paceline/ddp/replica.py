@@ -161,7 +161,7 @@ class Replica:
             self._begin_anew(keep=self.trained.placed)
 
     def _begin_anew(self, keep: Collection[str] = ()) -> None:
-        self.refuse_if_scattered("parameters were frozen or thawed")
+        self.refuse_if_scattered("parameters were frozen or unfrozen")
         self.verify()
         before = list(self.trained.placed)
         self.reducer = self.reducer.successor(*self.trained.place(keep))
@@ -381,8 +381,8 @@ class Replica:
         """Raise if an optimizer holds this rank's part of the gradients."""
         if self.reducer.scattered:
             raise ModuleStateError(
-                f"rank {self.group.rank()}: {what} while an optimizer holds a stretch of the "
-                "gradients. Every rank stops here. Make the model and its optimizer anew."
+                f"rank {self.group.rank()}: {what} while an optimizer holds its part of the "
+                "gradients. Every rank stops here. Create the model and its optimizer again."
             )
 
     def make_static(self) -> None:

@@ -93,7 +93,7 @@ class Rows:
             while self._exchange(_EMPTY, nothing)[:, 0].any():
                 pass
         except Exception as error:  # the others see it too, wherever they are
-            log.warning("rank %d stands in no longer: %s", self._group.rank(), error)
+            log.warning("rank %d no longer takes part for Join: %s", self._group.rank(), error)
             self._error = error
 
     @torch.no_grad()

@@ -71,8 +71,8 @@ def check_device(device: torch.device) -> None:
     told = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
     if device.type == "cuda" and torch.version.cuda is not None and not told:
         raise ModuleArgumentError(
-            "shards= on a GPU: cuBLAS may add up in another order each time, unless it is told not "
-            "to. Every rank refuses it.",
+            "shards= on a GPU: cuBLAS may sum in a different order each time, unless you "
+            "configure it. Every rank raises this.",
             "Set the environment variable CUBLAS_WORKSPACE_CONFIG to :4096:8 for all ranks.",
         )
 

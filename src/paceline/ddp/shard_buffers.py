@@ -78,8 +78,8 @@ class ShardBuffers:
             if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ModuleStateError(
                     f"rank {self._rank}: the buffer {name} has come, gone or changed its shape "
-                    "since the model was wrapped with shards=, which no mean can follow. The other "
-                    "ranks are told so.",
+                    "since the model was wrapped with shards=, so it cannot be averaged. The other "
+                    "ranks get this error too.",
                     "Register buffers before the model is wrapped, and keep their shapes.",
                 )
         return now

@@ -119,7 +119,7 @@ class ShardReplica(Replica):
         rank = self.group.rank()
         raise ModuleArgumentError(
             f"rank {rank}: shards={self.shards}: {what}, so that results would not be the same on "
-            "any number of ranks. Every rank refuses it.",
+            "any number of ranks. Every rank raises this.",
             remedy or "Leave out shards=, or this.",
         )
 
@@ -151,12 +151,12 @@ class ShardReplica(Replica):
         if not isinstance(shard, Shard):
             raise ModuleTypeError(
                 f"rank {rank}: shard: expected a paceline.data.Shard, got an object of type "
-                f"{type(shard).__name__}. The other ranks are told so."
+                f"{type(shard).__name__}. The other ranks get this error too."
             )
         if shard.count != self.shards:
             raise ModuleArgumentError(
                 f"rank {rank}: a shard of {shard.count}, for a model wrapped with "
-                f"shards={self.shards}. The other ranks are told so.",
+                f"shards={self.shards}. The other ranks get this error too.",
                 "The number is fixed for a run; give the loader the same one.",
             )
         if self._phase is StepPhase.INSIDE or shard.index in self._weights:
@@ -170,7 +170,7 @@ class ShardReplica(Replica):
         if self._weights and self._same.get("step", step) != step:
             raise ModuleStateError(
                 f"rank {rank}: a shard of {step} among those of {self._same['step']}. The other "
-                "ranks are told so, and the gradients are dropped.",
+                "ranks get this error too, and the gradients are dropped.",
                 "End a step before the next one begins: loop over ddp.shards_of(step), or call "
                 "ddp.sync_grads().",
             )
@@ -223,8 +223,8 @@ class ShardReplica(Replica):
             if self._numbers[name] not in self._sums.sums or grad.layout is not torch.strided:
                 raise ModuleStateError(
                     f"rank {self.group.rank()}: {name} has a gradient that is sparse, or was "
-                    "frozen when the step began. The other ranks are told so.",
-                    "Thaw parameters before a step, and use dense gradients.",
+                    "frozen when the step began. The other ranks get this error too.",
+                    "Unfreeze parameters before a step, and use dense gradients.",
                 )
             found[self._numbers[name]] = grad
         return found
@@ -278,7 +278,7 @@ class ShardReplica(Replica):
             with self._telling():
                 raise ModuleStateError(
                     f"rank {self.group.rank()}: a step begins before the last one has ended: a "
-                    "loop over its shards was left early. The other ranks are told so.",
+                    "loop over its shards was left early. The other ranks get this error too.",
                     "Let the loop run to its end, or call ddp.sync_grads().",
                 )
         yield from self.taken_from(items, _length(items))
@@ -313,7 +313,7 @@ class ShardReplica(Replica):
         """
         if self._phase is StepPhase.INSIDE:
             raise ModuleStateError(
-                f"rank {self.group.rank()}: a step was to end inside a shard.",
+                f"rank {self.group.rank()}: a step ended inside a shard.",
                 "Leave the shard first.",
             )
         self.begin_step()
@@ -429,8 +429,8 @@ class ShardReplica(Replica):
         if self._phase is not StepPhase.INSIDE or self._weight is not None:
             raise ModuleStateError(
                 f"rank {rank}: samples({count!r}) outside of a shard, or for the second time in "
-                "one. The other ranks are told so if it is inside.",
-                "Say once for each shard how many samples it has, inside `with ddp.shard(shard):`.",
+                "one. The other ranks get this error too if it is inside.",
+                "Call it at most once for each shard, inside `with ddp.shard(shard):`.",
             )
         whole = isinstance(count, int | float) and float(count).is_integer()
         if not whole or not 0 <= count < _LIMIT:
@@ -491,7 +491,7 @@ class ShardReplica(Replica):
         with self._telling():
             raise ModuleStateError(
                 f"rank {self.group.rank()}: {type(optimizer).__name__} steps while shards of a "
-                "step are computed that were not averaged. The other ranks are told so.",
+                "step are computed that were not averaged. The other ranks get this error too.",
                 "Loop over ddp.shards_of(step), which ends a step, or call ddp.sync_grads().",
             )
 

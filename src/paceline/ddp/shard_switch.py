@@ -27,7 +27,7 @@ class ShardSwitch(AveragingSwitch):
 
     def _refuse(self, what: str) -> None:
         raise ModuleStateError(
-            f"rank {self._rank}: {what} for a model wrapped with shards=. Every rank refuses it.",
+            f"rank {self._rank}: {what} for a model wrapped with shards=. Every rank raises this.",
             "Shards gather by themselves, and are averaged when their step ends.",
         )
 

@@ -67,13 +67,13 @@ def lend_rows(module: nn.Module, group: Group) -> Lent | None:
         why, remedy = "with a process_group of their own", "Make them without one."
     elif lent.group is None or lent.group is group:
         why = "whose group is the model's, since no other could be split off it"
-        remedy = "Give DistributedDataParallel a group from paceline.new_group."
+        remedy = "Pass a group from paceline.new_group to DistributedDataParallel."
     else:
         lent.rows = Rows(lent.group, max(m.num_features for m in layers), _device_of(layers[0]))
         return lent
     raise ModuleStateError(
         f"rank {rank}: a Join context was entered with SyncBatchNorm layers {why}. A rank that has "
-        "run out could not stand in for their collectives.",
+        "run out could not take part in their collectives.",
         remedy,
     )
 

@@ -187,13 +187,13 @@ def check_shards(shards: object, mixed_precision: object, delayed: Sequence[obje
     if type(shards) is not int or shards < 1:
         raise ModuleArgumentError(
             f"shards: expected a whole number of shards, at least 1, got {shards!r}. Every rank "
-            "refuses it.",
+            "raises this.",
             "It is how many parts a step's batch has on all ranks together.",
         )
     if mixed_precision is not None or delayed:
         what = "delay_all_reduce_named_params" if delayed else "mixed_precision"
         raise ModuleArgumentError(
-            f"shards={shards} with {what}. Every rank refuses it.",
+            f"shards={shards} with {what}. Every rank raises this.",
             "Leave it out; torch.autocast works inside a shard.",
         )
     return shards

@@ -94,7 +94,7 @@ class Crew:
             if self.members.ready(roster.number, trouble, culprit):
                 self._moved()
                 return roster
-            why = trouble or "not all could open the group"
+            why = trouble or "not all members could open the group"
             how_far = HowFar(how_far.steps, how_far.whole, why)
 
     def _open(self, roster: Roster) -> tuple[str, int]:

@@ -129,7 +129,7 @@ class Job:
         self._crew.members.close()
         if error is None and self._over and not self.left and not self.finished and self._by_itself:
             # Whatever comes behind the job, such as a last save, is for those that have its end.
-            log.info("the job has ended without this process, which does so too")
+            log.info("the job has ended without this process, which exits")
             raise SystemExit(0)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -221,7 +221,7 @@ class Job:
 
     def _recover(self, step: JobStep, why: str) -> None:
         """Meet those that are left, and have ``step`` done again or missed."""
-        log.warning("rank %d: step %d is done again: %s", self._group.rank(), step.number, why)
+        log.warning("rank %d: step %d is computed again: %s", self._group.rank(), step.number, why)
         self._replica.give_up()
         self._belongings.undo()
         self._loader.seek(step.epoch, step.place)
@@ -371,7 +371,7 @@ class Job:
         if saved is None:
             self.steps = max(self.steps, 0)
         else:
-            log.info("going on after %d steps", saved.steps)
+            log.info("continuing after %d steps", saved.steps)
             self._load(saved, of_run=False)
             self._saved = saved.steps
 
@@ -428,8 +428,8 @@ class Job:
 def _sharded(ddp: DistributedDataParallel, loader: ShardedLoader) -> ShardReplica:
     replica = getattr(ddp, "replica", None)
     if not isinstance(replica, ShardReplica):
-        raise JobArgumentError("the model is not wrapped with shards=, so no rank could do a part "
-                               "of a step that another was lost in")  # fmt: skip
+        raise JobArgumentError("the model is not wrapped with shards=, so no rank could take over "
+                               "the part of a lost rank")  # fmt: skip
     group = getattr(loader, "group", None)
     if group is not replica.group and getattr(group, "process_group", None) is not replica.group:
         raise JobArgumentError("the loader has another group than the model; give it group=group")
@@ -442,4 +442,4 @@ def _require_same(here: Mapping[str, int], there: Mapping[str, int]) -> None:
     names = [n for n in {**here, **there} if n.startswith(parts) and here.get(n) != there.get(n)]
     if names:
         what = ", ".join(name.removeprefix("job.") for name in names[:5])
-        raise JobStateError(f"{what}: not what was loaded: load_state_dict has changed it")
+        raise JobStateError(f"{what}: load_state_dict has changed what was loaded")

@@ -46,8 +46,8 @@ def _judge(group: Group, state: JobState, found: Sequence[int]) -> Odd | None:
     if 2 * count <= len(found):
         raise ReplicasDifferError(group.rank(), state.steps, list(found))
     log.error(
-        "rank %d: after %d steps the state of %s is not that of the others: a bit was flipped in "
-        "memory, or something changed weights on that rank alone. It gets the state of rank %d",
+        "rank %d: after %d steps the state of %s differs from the others: a bit was flipped in "
+        "memory, or something changed weights on that rank only. It gets the state of rank %d",
         group.rank(),
         state.steps,
         _named(odd),
@@ -75,8 +75,8 @@ def compare_starts(group: Group, belongings: Belongings, saved: int) -> int:
     others = [rank for rank, row in enumerate(everyone) if row[2] != everyone[0][2]]
     if others:
         log.warning(
-            "rank %d: %s began with other weights than rank 0, and goes on with those of rank 0. "
-            "Seed every rank alike before the model is made, if that was not meant",
+            "rank %d: %s had other initial weights than rank 0, and uses those of rank 0. "
+            "If you did not intend this, use the same seed on all ranks",
             group.rank(),
             _named(others),
         )

@@ -63,7 +63,7 @@ class Saves:
             self.write(state)
         except Exception as error:  # a full disk must not end the training
             log.error(
-                "the state after %d steps was not saved: %s: %s. Training goes on; the last save "
+                "the state after %d steps was not saved: %s: %s. Training continues; the last save "
                 "is %s",
                 state.steps,
                 type(error).__name__,
@@ -118,7 +118,7 @@ class Saves:
                 if not path.is_dir():  # somebody has removed it meanwhile
                     continue
                 wrong[path.name] = f"{type(error).__name__}: {error}"
-                log.warning("%s is not whole and left out: %s", path, wrong[path.name])
+                log.warning("%s is incomplete and was skipped: %s", path, wrong[path.name])
                 continue
             return state
         if wrong:
@@ -157,7 +157,7 @@ def read(folder: Path) -> JobState:
     data = (folder / STATE).read_bytes()
     told, data = data[:32], data[32:]
     if blake2b(data, digest_size=32).digest() != told:
-        raise ValueError(f"{STATE} was cut short or changed")
+        raise ValueError(f"{STATE} was truncated or changed")
     said: Any = decode(data)
     if said["format"] != _FORMAT:
         raise ValueError(f"it was written in format {said['format']}, and this version reads 1")

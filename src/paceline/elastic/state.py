@@ -127,7 +127,7 @@ class Belongings:
         if rules and set(rest["trained"]) != set(self._trained()):
             odd = sorted({*rest["trained"]} ^ {*self._trained()})
             raise JobStateError(
-                f"{', '.join(odd[:5])}: trained here and frozen there, or the other way"
+                f"{', '.join(odd[:5])}: trained here and frozen there, or vice versa"
             )
         here = {MODEL + name: tensor for name, tensor in self._model().items()}
         there = {n: t for n, t in state.tensors.items() if n.startswith(MODEL)}

@@ -172,7 +172,7 @@ class Meetings:
         try:
             store.wait([key], self._left() + _GRACE)  # the other may use all of its own time
         except (RuntimeError, ValueError) as error:
-            what = f"after {self._seconds:g} s no word from another rank of this group"
+            what = f"after {self._seconds:g} s no message from another rank of this group"
             raise RendezvousError(what, _REMEDY, self._rank) from error
         return store.get(key)
 
@@ -237,7 +237,7 @@ class Meetings:
         if late:
             what = f"no sign of {'; '.join(map(self._whereabouts, late))}"
         elif self._names:
-            what = "all ranks had come, and not all at the same time"
+            what = "all ranks arrived, but not at the same time"
         else:
             what = f"{meeting.add('came', 0)} of {self._size} ranks came"
         return RendezvousError(f"after {self._seconds:g} s {what}", _REMEDY, self._rank)
@@ -249,7 +249,7 @@ class Meetings:
         return f"rank {name}" if key == self._key else f"rank {name}, which waits for {key}"
 
     def _ended(self, left: Left) -> RendezvousError:
-        return RendezvousError(f"rank {left.who} could not go on: {left.why}", _REMEDY, self._rank)
+        return RendezvousError(f"rank {left.who} failed: {left.why}", _REMEDY, self._rank)
 
 
 def _put(store: Store, key: str, value: object) -> None:

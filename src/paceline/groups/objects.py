@@ -114,4 +114,4 @@ def _raise_refusal(own: CodecError | None, ranks: Sequence[int]) -> None:
         raise own
     if ranks:
         names = ", ".join(map(str, ranks))
-        raise CodecError(f"rank {names} has an object that cannot be carried; its error says which")
+        raise CodecError(f"rank {names} has an object of an unsupported type; its error says which")

@@ -34,7 +34,7 @@ class GroupOptions:
             kind = type(self.timeout).__name__
             raise TypeError(f"timeout: expected a datetime.timedelta, got {kind}")
         if self.timeout <= timedelta(0):
-            raise ValueError(f"timeout: expected more than no time, got {self.timeout}")
+            raise ValueError(f"timeout: expected more than zero, got {self.timeout}")
         object.__setattr__(self, "device", torch.device(self.device))
         frozen = MappingProxyType(dict(self.backend_options))
         object.__setattr__(self, "backend_options", frozen)

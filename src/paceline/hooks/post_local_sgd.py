@@ -58,7 +58,7 @@ class PostLocalSGDState:
         """Continue in another group, as the wrapper does, with a new subgroup."""
         if self.subgroup is not None and not self._opened:
             raise HookStateError(
-                f"rank {process_group.rank()}: the wrapper is to go on in another group, and "
+                f"rank {process_group.rank()}: the wrapper would continue in another group, and "
                 "PostLocalSGDState has a subgroup of the old one. Nothing was changed here; every "
                 "rank with such a state stops.",
                 "Before the wrapper changes its group, set state.subgroup to None for the ranks of "
@@ -71,7 +71,7 @@ class PostLocalSGDState:
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
-                log.info("Gradients stay in their subgroups from now on, after %s steps", self.iter)
+                log.info("Gradients are averaged over subgroups only, after %s steps", self.iter)
 
 
 def post_localSGD_hook(

@@ -125,7 +125,7 @@ class PowerSGDState(_Here):
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
-                log.info("Gradients are approximated from now on, after %s steps.", self.iter)
+                log.info("Gradients are compressed with PowerSGD, after %s steps.", self.iter)
 
     def indices_of(self, params: Sequence[Tensor]) -> list[int]:
         """Return the indices of the parameters; new parameters get the next ones."""
@@ -215,7 +215,7 @@ def _check_start(start: int, remembers: bool) -> None:
             "PowerSGDState: Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or "
             "`warm_start` is enabled, because PowerSGD can only be applied after the first two "
             f"iterations in DDP. It is {start}: the buckets of the first pass are provisional, and "
-            "every rank would refuse this as well.",
+            "every rank would raise this error.",
             "Begin with the second step or later, or turn both off.",
         )
 

@@ -289,8 +289,8 @@ class Join:
             warnings.warn(
                 f"Detected uneven input skew of greater than {_MANY}. This means that rank "
                 f"{self._group.rank()} has at least {_MANY} fewer inputs than other "
-                "currently-active ranks: it only stands in for them. This level of skew could lead "
-                "to performance degradation during training; deal the data out more evenly.",
+                "currently-active ranks: it takes part without data. This level of skew could lead "
+                "to performance degradation during training; distribute the data more evenly.",
                 stacklevel=5,
             )
 

@@ -143,7 +143,7 @@ def _total(terms: Sequence[_Term], order: float, foreach: bool | None) -> Tensor
         return get_total_norm(counted, order, foreach=foreach)
     if not order > 0:
         raise OptimizerArgumentError(
-            f"norm_type is {order}; gradients are in stretches.", "Give a number above 0, or inf."
+            f"norm_type is {order}; gradients are divided.", "Give a number above 0, or inf."
         )
     device = groups[0].device if not counted else counted[0].device
     sums = torch.stack([_power(term.counted, order, foreach, device) for term in terms])

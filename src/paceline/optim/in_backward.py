@@ -102,7 +102,7 @@ def _check(model: object, optimizer_class: object, max_norm: float | None) -> No
         raise OptimizerTypeError(
             f"InBackward: expected a paceline DistributedDataParallel, got an object of type "
             f"{type(model).__name__}.",
-            "Wrap the model first: its backward passes have to tell when the averages are there.",
+            "Wrap the model first: InBackward steps when its backward passes have averaged.",
         )
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise OptimizerTypeError(

@@ -56,7 +56,7 @@ class Went(msgspec.Struct, frozen=True):
 class Silence(Enum):
     """Why a rank does not answer."""
 
-    ENDED = "ended"  # nobody listens there any more
+    ENDED = "ended"  # it no longer listens
     MUTE = "mute"  # somebody does, and says nothing
     UNKNOWN = "unknown"  # it has left no address
 

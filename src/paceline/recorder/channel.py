@@ -35,7 +35,7 @@ LENGTH = struct.Struct("!I")
 def ask(address: Address, question: bytes, patience: float = PATIENCE) -> bytes:
     """The answer of another process, within ``patience`` seconds.
 
-    Raises ConnectionError when nobody listens there any more, another OSError when it is silent.
+    Raises ConnectionError when it no longer listens, another OSError when it is silent.
     """
     until = time.monotonic() + patience
     with call(address, patience) as talk:
@@ -48,7 +48,7 @@ def ask(address: Address, question: bytes, patience: float = PATIENCE) -> bytes:
             raise OSError(f"an answer of {length} bytes")
         answer = _read(talk, length, until)
     if not hmac.compare_digest(said, prove(address.key, b"say", mine, theirs, answer)):
-        raise OSError("an answer that is not of the job")
+        raise OSError("an answer from outside the job")
     return answer
 
 
@@ -76,10 +76,10 @@ def _read(talk: socket.socket, size: int, until: float) -> bytes:
     while len(parts) < size:
         left = until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it has not said all in time")
+            raise TimeoutError("it was too slow to send all of it")
         talk.settimeout(left)
         part = talk.recv(size - len(parts))
         if not part:
-            raise ConnectionResetError("the other side has hung up")
+            raise ConnectionResetError("the connection was closed")
         parts += part
     return bytes(parts)

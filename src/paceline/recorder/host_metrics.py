@@ -75,7 +75,7 @@ def _folder(port: int) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o777 != 0o700 or folder.is_symlink():
-        raise PermissionError(f"{folder} is not this user's alone; remove it, or take another port")
+        raise PermissionError(f"{folder} is open to other users; remove it, or use another port")
     return folder
 
 

@@ -50,7 +50,7 @@ class _Caller:
         """
         part = self.talk.recv(self._wanted() - len(self._said))
         if not part:
-            raise ConnectionResetError("the other side has hung up")
+            raise ConnectionResetError("the connection was closed")
         self._said += part
         return len(self._said) == self._wanted()
 

@@ -67,7 +67,7 @@ def open_socket() -> tuple[socket.socket, SideDoor | None]:
 def call(address: Address, patience: float, answer: bool = True) -> socket.socket:
     """A connection to the process at ``address``.
 
-    Raises ConnectionError when nobody listens there any more, UnreachableError when there is no way
+    Raises ConnectionError when it no longer listens, UnreachableError when there is no way
     to it, another OSError when it is not to be had in time. Without ``answer`` it is only to be
     told something: then whether it listens is not found out on another host.
     """
@@ -93,7 +93,7 @@ def _connect(path: str, until: float) -> socket.socket:
             return connect_private(path, max(0.001, until - time.monotonic()))
         except BlockingIOError:
             if time.monotonic() > until:
-                raise TimeoutError("too many call there at once") from None
+                raise TimeoutError("too many processes connect to it at once") from None
             time.sleep(_PAUSE)
 
 
@@ -101,7 +101,7 @@ def _call_far(address: Address, until: float, answer: bool) -> socket.socket:
     """Be led to another host by the launcher of this one."""
     door = SideDoor.of_launcher()
     if door is None or not address.host or not door.host:
-        raise UnreachableError("it belongs to another launcher, and none leads there")
+        raise UnreachableError("it belongs to another launcher, and no launcher leads there")
     wanted = Wanted(answer, (address.host, address.port), os.path.basename(address.path))
     try:
         talk = _connect(str(Path(door.folder, OUT)), until)
@@ -117,7 +117,7 @@ def _call_far(address: Address, until: float, answer: bool) -> socket.socket:
         return talk
     talk.close()
     if said == GONE:
-        raise ConnectionRefusedError("nobody listens there any more")
+        raise ConnectionRefusedError("it no longer listens")
     raise UnreachableError("the launchers do not reach each other")
 
 

@@ -152,7 +152,7 @@ def _read(path: Path) -> bytes:
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode):
-            raise DamagedLogError(str(path), "it is no plain file")
+            raise DamagedLogError(str(path), "it is not a regular file")
         if about.st_size > MOST_BYTES:
             most = f"a log has {MOST_BYTES / 1e6:.0f} MB at most"
             raise DamagedLogError(str(path), f"it has {about.st_size / 1e6:.1f} MB, and {most}")

@@ -82,7 +82,7 @@ def judge(case: Case, said: Said) -> Verdict:
         kind, rank, why = found
         parts = (_opening(case), why, _waiting(case, said, rank), _then(kind, case.over))
         return Verdict(kind, rank, " ".join(part for part in parts if part))
-    why = "All ranks have made this call, and none has finished it: the wire is slow, or broken."
+    why = "All ranks have made this call, and none has finished it: the network is slow or broken."
     return Verdict(Trouble.NOBODY, -1, f"{_opening(case)} {why}")
 
 
@@ -246,9 +246,7 @@ def _missing_too(case: Case, others: Sequence[Account]) -> str:
 def _whereabouts(account: Account) -> str:
     if account.user is None:
         inner = account.deepest
-        return (
-            f"it is in no code of yours, but at {inner.line}" if inner else "its thread has ended"
-        )
+        return f"it is not in your code, but at {inner.line}" if inner else "its thread has ended"
     text = f"it is at {account.user.line} in {account.user.function}"
     text += f" ({account.user.text})" if account.user.text else ""
     if account.elsewhere:
@@ -261,7 +259,7 @@ def _silent(case: Case, said: Said) -> Finding | None:
         if what is Silence.MUTE:
             why = (
                 f"{_sentence(case.name(rank))} does not answer: its process is stopped, or in a "
-                "call that lets no other Python thread run, or its host is out of reach."
+                "call that holds the GIL, or its host cannot be reached."
             )
             return Trouble.SILENT, rank, why
     for rank, what in sorted(said.items()):
@@ -372,12 +370,12 @@ def _then(kind: Trouble, over: bool) -> str:
         return ""
     return {
         Trouble.DIFFERS: "Every rank must make the same calls in the same order with equal sizes.",
-        Trouble.ENDED: "Look at the output of that process; the others cannot go on without it.",
+        Trouble.ENDED: "Look at the output of that process; the others cannot continue without it.",
         Trouble.LEFT: "A rank that leaves must not be waited for: give all ranks the same number "
         "of steps, or train inside paceline.Join.",
         Trouble.SKIPPED: "Run backward on every rank in every step, or train inside paceline.Join.",
-        Trouble.BUSY: "All go on when it is done.",
-        Trouble.ELSEWHERE: "If it is only slow, all go on when it comes.",
-        Trouble.SILENT: "Look whether that process lives.",
+        Trouble.BUSY: "All ranks continue when it is done.",
+        Trouble.ELSEWHERE: "If it is only slow, all ranks continue when it arrives.",
+        Trouble.SILENT: "Check whether that process is alive.",
         Trouble.NOBODY: "",
     }[kind]

@@ -175,7 +175,7 @@ def test_a_program_that_is_no_launcher_is_told_where_there_is_a_key(key, monkeyp
     monkeypatch.setattr("paceline.cli.run.machine_stores._CALL", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        with pytest.raises(StrangerError, match="has not shown in time"):
+        with pytest.raises(StrangerError, match="has not shown a certificate in time"):
             MachineMeeting(Launch(1, 2, 2, 1, "127.0.0.1", port, key=key))
 
 
@@ -266,4 +266,4 @@ def test_a_new_key_is_made_once_and_several_machines_need_one(capsys, tmp_path) 
     path.chmod(0o644)
     read = paceline(capsys, *words, "--key", path, script)
     assert read.code != 0
-    assert "others than this user" in read.err
+    assert "other users may have read" in read.err

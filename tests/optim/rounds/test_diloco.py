@@ -676,7 +676,7 @@ def test_a_model_cut_in_another_way_goes_on_if_nothing_was_under_way() -> None:
         opt.sync()
         calm = opt.state_dict()
         _, other = streaming(group, fragments=2)
-        with pytest.raises(RoundsStateError, match="cuts the model in another way"):
+        with pytest.raises(RoundsStateError, match="divides the model in another way"):
             other.load_state_dict(flying)
         assert other.steps == 0
         other.load_state_dict(calm)

@@ -258,7 +258,7 @@ def test_schedulers_closures_and_groups_work_as_on_the_optimizer_inside() -> Non
         assert isinstance(opt, torch.optim.Optimizer)
         scheduler = StepLR(opt, 1, gamma=0.5)
         opt.add_param_group({"params": model[2].weight, "lr": 0.01})
-        with pytest.raises(AveragingArgumentError, match="drift apart"):
+        with pytest.raises(AveragingArgumentError, match="diverge"):
             opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(opt.param_groups) == 2
         assert opt.step(lambda: 7) == 7

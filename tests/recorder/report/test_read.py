@@ -30,7 +30,7 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_logs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RunMissingError, match="no rank's log"):
+    with pytest.raises(RunMissingError, match="no log of a rank"):
         read(tmp_path)
 
 

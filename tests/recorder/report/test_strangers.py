@@ -145,10 +145,10 @@ def test_links_pipes_devices_and_folders_are_refused(
         read_run(run)
     path.unlink()
     os.mkfifo(path)  # who opens it to read waits for a writer, without end
-    assert "it is no plain file" in refused(run, capsys)
+    assert "it is not a regular file" in refused(run, capsys)
     path.unlink()
     path.mkdir()
-    assert "it is no plain file" in refused(run, capsys)
+    assert "it is not a regular file" in refused(run, capsys)
     path.rmdir()
     path.symlink_to("/dev/zero")
     assert "it is a link" in refused(run, capsys)

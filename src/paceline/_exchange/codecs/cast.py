@@ -90,7 +90,7 @@ class Fp8(Scaled):
 
     def __init__(self, kind: str = "e4m3") -> None:
         if kind not in _FP8:
-            raise CodecSettingError(f"Fp8({kind!r})", f"kind is one of {', '.join(_FP8)}")
+            raise CodecSettingError(f"Fp8({kind!r})", f"kind must be one of {', '.join(_FP8)}")
         super().__init__(_FP8[kind])
         self.kind = kind
 

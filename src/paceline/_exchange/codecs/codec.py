@@ -102,7 +102,7 @@ class Codec(ABC):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue like the codec that returned ``state``."""
         if state:
-            raise CodecStateError(f"{self} has no state.", "Load that of an equal codec.")
+            raise CodecStateError(f"{self} has no state.", "Load the state of an equal codec.")
 
     def __or__(self, after: Codec) -> Codec:
         """This codec, and ``after`` for its main part."""

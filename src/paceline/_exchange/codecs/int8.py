@@ -25,7 +25,7 @@ class Int8(RowCodec):
     def __init__(self, block: int = 256, *, stochastic: bool = True, seed: int = 0) -> None:
         super().__init__()
         if block < 8 or block % 8:
-            raise CodecSettingError(f"Int8(block={block})", "block is a multiple of 8")
+            raise CodecSettingError(f"Int8(block={block})", "block must be a multiple of 8")
         self.block, self.stochastic, self.seed = block, stochastic, seed
 
     def pack(self, rows: Tensor, keys: Tensor) -> Parts:

@@ -30,7 +30,7 @@ class PowerSGD(Codec):
 
     def __init__(self, rank: int = 4, *, warm_start: bool = True, seed: int = 0) -> None:
         if rank < 1:
-            raise CodecSettingError(f"PowerSGD({rank})", "rank is at least 1")
+            raise CodecSettingError(f"PowerSGD({rank})", "rank must be at least 1")
         self.rank, self.warm_start, self.seed = rank, warm_start, seed
         self._right: dict[str, Tensor] = {}  # by the name of the parameter
 

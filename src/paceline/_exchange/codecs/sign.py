@@ -28,7 +28,7 @@ class Sign(RowCodec):
     def __init__(self, block: int = 64) -> None:
         super().__init__()
         if block < 8 or block % 8:
-            raise CodecSettingError(f"Sign(block={block})", "block is a multiple of 8")
+            raise CodecSettingError(f"Sign(block={block})", "block must be a multiple of 8")
         self.block = block
 
     def pack(self, rows: Tensor, keys: Tensor) -> Parts:

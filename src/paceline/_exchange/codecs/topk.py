@@ -27,7 +27,7 @@ class TopK(RowCodec):
     def __init__(self, ratio: float, block: int = 4096) -> None:
         super().__init__()
         if not 0 < ratio <= 1:
-            raise CodecSettingError(f"TopK({ratio})", "ratio is above 0 and at most 1")
+            raise CodecSettingError(f"TopK({ratio})", "ratio must be above 0 and at most 1")
         if not 8 <= block <= _LARGEST_BLOCK:
             raise CodecSettingError(f"TopK(block={block})", f"block is 8 to {_LARGEST_BLOCK}")
         self.ratio, self.block = ratio, block

@@ -108,7 +108,7 @@ def _tell(board: ChaosBoard, codes: list[int], out: Path) -> int:
         say.complain(f"the two runs are not the same, first in {where}")
         return 1
     if not board.killed:
-        say.complain("nobody was killed, so nothing was shown; give more --steps or more --nproc")
+        say.complain("nothing was tested: no member was killed; give more --steps or more --nproc")
         return 1
     print("Every loss and the weights at the end are those of the run without faults, bit by bit.")
     print(f"What the launcher said of it: {(out / 'chaos.txt').resolve()}")

@@ -121,7 +121,7 @@ def _check(model: str, backend: str, seconds: float | None) -> None:
         say.fail(f"demo --model {model}: {lack}.")
     found = capabilities()[backend]
     if not found.available:
-        say.fail(f"demo --backend {backend}: not on this machine: {found.reason}.")
+        say.fail(f"demo --backend {backend}: not available here: {found.reason}.")
     if seconds is not None and not 0 < seconds <= LONGEST:
         say.fail(f"demo --seconds {seconds:g}: give a number above 0, up to a day.")
 
@@ -251,7 +251,7 @@ def _tell(plan: DemoPlan, ending: TrainingOutcome, ranks: int, out: Path) -> Non
         page = recorder.write_report(out)
     except OSError as error:
         say.fail(f"demo: the report could not be written: {error.strerror or error}.", code=1)
-    print(f"The run in pictures: {page.resolve()}")
+    print(f"The report of the run: {page.resolve()}")
 
 
 def _print(text: str) -> None:

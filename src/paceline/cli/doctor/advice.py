@@ -27,14 +27,14 @@ def pick(facts: MachineFacts) -> dict[str, str]:
     picks = {"cpu": _pick_for_cpu(facts)}
     if facts.gpus:
         told = "gloo, because PACELINE_BACKEND says so"
-        picks["cuda"] = told if _asked(facts) == "gloo" else "nccl, which torch brings along"
+        picks["cuda"] = told if _asked(facts) == "gloo" else "nccl, which is part of torch"
     return picks
 
 
 def _pick_for_cpu(facts: MachineFacts) -> str:
     shm, asked = facts.engines["shm"], _asked(facts)
     if asked and asked not in ENGINES:
-        return f"nothing: PACELINE_BACKEND is {asked}, which is no backend"
+        return f"nothing: PACELINE_BACKEND is {asked}, which is not a backend"
     if asked and asked != "nccl":  # which moves no CPU tensors, so that auto picks as usual
         return f"{asked}, because PACELINE_BACKEND says so"
     if not shm.available:
@@ -113,7 +113,7 @@ def _on_backend(facts: MachineFacts, asked: str) -> Iterator[str]:
     known = [name for name in ENGINES if name in facts.engines]
     if asked not in known:
         yield (
-            f"PACELINE_BACKEND is {asked}, which is no backend that auto could take: set it to one "
+            f"PACELINE_BACKEND is {asked}, which auto cannot use: set it to one "
             f"of {', '.join(known)}, or unset it."
         )
     elif not facts.engines[asked].available:
@@ -156,7 +156,7 @@ def _on_machine(facts: MachineFacts) -> Iterator[str]:
         )
     if cores.quota < cores.allowed:
         yield (
-            f"The control group gives this process {cores.quota:g} cores' worth of time, of "
+            f"The control group gives this process {cores.quota:g} cores of CPU time, of "
             f"{cores.allowed} that it sees. Start {cores.usable} ranks, or raise the quota."
         )
     if facts.load > 1.5 * cores.allowed:
@@ -166,12 +166,12 @@ def _on_machine(facts: MachineFacts) -> Iterator[str]:
         )
     if not host.address:
         yield (
-            f"The name {host.name} leads to no address, so ranks on other hosts may not find this "
+            f"The name {host.name} has no address, so ranks on other hosts may not find this "
             "one. Add it to /etc/hosts, or set MASTER_ADDR and GLOO_SOCKET_IFNAME by hand."
         )
     elif not host.own:
         yield (
-            f"The name {host.name} leads to {host.address}, which is no address of this machine. "
+            f"The name {host.name} is {host.address}, which is not an address of this host. "
             "Correct /etc/hosts, or set GLOO_SOCKET_IFNAME."
         )
 

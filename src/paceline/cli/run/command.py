@@ -230,5 +230,5 @@ def _make_key(path: str) -> int:
         JobKey.make().write(path)
     except LaunchError as error:
         say.fail(str(error))
-    say.note(f"{path} is the key of a job: give every machine a copy, and nobody else")
+    say.note(f"{path} is the key of a job: copy it to every host of the job, and nowhere else")
     return 0

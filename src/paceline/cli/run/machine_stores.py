@@ -92,7 +92,7 @@ def cannot_listen(launch: Launch, error: OSError, port: int) -> Exception:
         )
     return LaunchError(
         f"cannot listen on {launch.address}:{port} ({error.strerror or error})",
-        "The address has to be one of the machine with --node-rank 0.",
+        "It must be an address of the host with --node-rank 0.",
     )
 
 
@@ -100,7 +100,7 @@ def nobody_answered(launch: Launch, timeout: timedelta) -> LaunchError:
     """That the first machine did not come."""
     return LaunchError(
         f"nobody answered at {launch.address}:{launch.port} within {timeout.total_seconds():g} s",
-        "Start paceline on the machine of that address too, and see that the port is open.",
+        "Start paceline on the machine of that address too, and check that the port is open.",
     )
 
 
@@ -198,7 +198,7 @@ def refuse_own_name(launch: Launch) -> None:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)[0][4][0]
         if ipaddress.ip_address(found).is_loopback and not is_literal(launch.address):
             raise LaunchError(
-                f"{launch.address} means {found} on this machine, where others cannot come",
+                f"{launch.address} is {found} on this host, which others cannot reach",
                 "Give every machine an address of the first one instead of its name.",
             )
 
@@ -270,7 +270,7 @@ class OpenStores:
             return answer.result(limit)
         except FutureTimeoutError:  # until Python 3.11 not the builtin
             raise PortTakenError(
-                f"{address}:{port} belongs to another program, no launcher of this run",
+                f"{address}:{port} belongs to another program, not to a launcher of this run",
                 "Give every machine another port.",
                 port,
             ) from None

@@ -166,8 +166,8 @@ def _by_hand(asked: Asked, machine: Machine) -> Launch:
         return Launch(nproc, least, most, None, *own, run_id, why, key=key, store=asked.store)
     if not address or not port:
         raise LaunchError(
-            f"{most} machines need a place to meet",
-            "Give every machine the same --rdzv-endpoint HOST:PORT, HOST being one of them; or "
+            f"{most} hosts need a common endpoint",
+            "Give every host the same --rdzv-endpoint HOST:PORT, where HOST is one of them; or "
             "--master-addr, --master-port and its own --node-rank.",
         )
     if asked.node_rank is not None:
@@ -181,7 +181,7 @@ def _key_of(asked: Asked, machines: int) -> str:
     """The file that machines know each other by; empty where they need not."""
     if asked.key is None:
         raise LaunchError(
-            f"{machines} machines have to know each other from strangers",
+            f"{machines} hosts need a key to recognize each other",
             "Make a key once with paceline run --new-key FILE, give every machine a copy, and "
             "start each with --key FILE; or with --key none on a network that only they are on.",
         )
@@ -201,13 +201,13 @@ def choose_nproc(asked: str | None, machine: Machine, per_gpu: int = 1) -> tuple
         return _gpus_of(machine) * per_gpu, each
     if not asked.isdecimal() or int(asked) < 1:
         raise LaunchError(
-            f"--nproc is {asked}, and has to be a number of ranks from 1 on, or auto",
-            "auto takes one for each GPU, or else one for each core.",
+            f"--nproc is {asked}; it must be a number of ranks, at least 1, or auto",
+            "auto starts one per GPU, or without GPUs one per core.",
         )
     if int(asked) > max(_RANKS_ANYWHERE, _RANKS_PER_CORE * machine.cores):
         raise LaunchError(
             f"--nproc is {asked}, and this machine has {machine.cores} cores",
-            "That many processes of torch would bring it down; spread them over machines.",
+            "So many torch processes would overload it; use several hosts.",
         )
     return int(asked), ""
 

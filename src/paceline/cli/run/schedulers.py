@@ -99,8 +99,8 @@ def _checked(task: ScheduledTask) -> ScheduledTask:
     if not 0 <= task.rank < task.size or not 0 <= task.local_rank < task.local_size:
         raise LaunchCountError(
             f"{task.launcher} calls this process task {task.rank} of {task.size}, here "
-            f"{task.local_rank} of {task.local_size}, which cannot be",
-            "Look for variables of another launch in the environment.",
+            f"{task.local_rank} of {task.local_size}, which is not possible",
+            "The environment may have variables of another launch.",
             task.size,
         )
     return task

@@ -215,7 +215,8 @@ def _make_outer(outer: Outer, params: list[nn.Parameter]) -> Optimizer:
 def _check(params: Sequence[Tensor], fragments: int, mix: float, codec: Encodes | None) -> None:
     if fragments > len(params):
         raise AveragingArgumentError(
-            f"fragments: the model has {len(params)} parameters and cannot be cut into {fragments}."
+            f"fragments: the model has {len(params)} parameters and cannot be divided into "
+            f"{fragments}."
         )
     if not 0 <= mix < 1:
         raise AveragingArgumentError(f"mix: expected a share from 0 to below 1, got {mix}.")

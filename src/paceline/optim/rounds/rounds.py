@@ -95,7 +95,7 @@ class Rounds(Wrapping, Joinable):
             raise AveragingArgumentError(
                 f"rank {self._group.rank()}: sync() inside Join. Ranks that have run out would not "
                 "take part, and the others would wait for them.",
-                "Call it after the context, which ends with one anyway.",
+                "Call it after the context, which ends with a sync() of its own.",
             )
         self._sync()
 
@@ -267,7 +267,7 @@ class Rounds(Wrapping, Joinable):
         if rounds["kind"] != kind:
             raise RoundsStateError(
                 f"The state dict was saved by {rounds['kind']}, and this is {kind}.",
-                "Take out its entry 'rounds' to begin a round from the model as it is.",
+                "Remove its entry 'rounds' to begin a round from the current model.",
             )
         for number, means in rounds["in_flight"].items():
             pieces = self._fragments[number].pieces if number < len(self._fragments) else ()
@@ -275,7 +275,7 @@ class Rounds(Wrapping, Joinable):
             if means is not None and sizes != [p.values.numel() for p in pieces]:
                 raise RoundsStateError(
                     f"The state dict was saved while fragment {number} was being exchanged, and "
-                    f"this {kind} cuts the model in another way.",
+                    f"this {kind} divides the model in another way.",
                     "Use the same fragments and buffer sizes, or save right after sync().",
                 )
 
@@ -330,7 +330,7 @@ def check_known(given: Sequence[Tensor], known: Sequence[Tensor], owner: type[Wr
         raise AveragingArgumentError(
             f"{owner.__name__}: the optimizer steps {len(strange)} parameters, the first of shape "
             f"{list(strange[0].shape)}, that are not among those to be exchanged, so they would "
-            "drift apart between ranks.",
+            "diverge between ranks.",
             "Give the model, or all parameters of the optimizer.",
         )
 

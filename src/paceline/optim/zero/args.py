@@ -57,7 +57,7 @@ def check_types(params: Sequence[Tensor], *, may_differ: bool) -> None:
     if len(kinds) > 1 and not may_differ:
         raise OptimizerArgumentError(
             f"{problem} but got both {' and '.join(kinds)}.",
-            'Say how they are to be dealt out, cut="flat" or "whole", to have several types.',
+            'To use several types, pass cut="flat" or cut="whole".',
         )
 
 

@@ -156,7 +156,7 @@ class _Saved:
             raise OptimizerStateError(
                 f"the checkpoint has no sharded optimizer state under {key!r}; it has "
                 f"{sorted({name.split('.')[0] for name in entries})}.",
-                "Save what sharded_state_dict() gives, and say under which key.",
+                "Save the result of sharded_state_dict(), and pass its key.",
             )
 
     def __contains__(self, name: str) -> bool:
@@ -245,5 +245,5 @@ def _check_layout(meta: Any, params: Sequence[Tensor]) -> None:
     raise OptimizerStateError(
         f"the checkpoint was made for other parameters, or for other memory formats: "
         f"{len(meta['layout'])} there, {len(mine)} here, parameter {other[0]} differs first.",
-        "Nothing was loaded. Build the model, and the optimizer on it, as when it was saved.",
+        "Nothing was loaded. Create the model and the optimizer as when it was saved.",
     )

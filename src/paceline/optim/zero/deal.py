@@ -58,7 +58,7 @@ def choose_cut(
     odd = [index for index, param in enumerate(params) if not is_plain(param)]
     if cut == "flat" and odd:
         raise OptimizerArgumentError(
-            f'cut="flat", but parameters {odd[:5]} are no plain stretches of memory.',
+            f'cut="flat", but parameters {odd[:5]} are not contiguous in memory.',
             'Make them contiguous, or leave it at cut="auto".',
         )
     fits = is_elementwise(kind) and not odd and not defaults.get("differentiable")

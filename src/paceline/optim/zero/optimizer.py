@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         if self._how != "flat":
             raise OptimizerArgumentError(
                 f"ddp= was given, but {self._optim_constructor.__name__} needs whole parameters.",
-                "Every rank has a part of the gradients only. Leave ddp= out.",
+                "Every rank has only a part of the gradients. Leave ddp= out.",
             )
 
     def _cut(
@@ -376,7 +376,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
                 f"ZeroRedundancyOptimizer was made (then this was rank {self.rank} of "
                 f"{self.world_size}), and the state of those that left is gone. Nothing was "
                 "stepped; every rank of the group raises this.",
-                "Make the optimizer anew, and load a state that was saved before: it may come from "
+                "Create a new optimizer and load a state that was saved before; it may come from "
                 "any number of ranks.",
             )
 
@@ -470,7 +470,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
             raise OptimizerStateError(
                 f"rank {self.rank}: the model is in a Join context and this optimizer is not. A "
                 "rank that has run out would not step its part, and the others wait for it.",
-                "Give both to one Join: Join([ddp, optimizer]).",
+                "Pass both to one Join: Join([ddp, optimizer]).",
             )
 
     # -- torch's names for what is where ------------------------------------------------------
@@ -525,7 +525,7 @@ def _uncut(cut: Cut) -> Cut:
     if cut == "flat":
         raise OptimizerArgumentError(
             'cut="flat", and ddp= has shards: results would depend on where parameters are cut.',
-            'Leave it at cut="auto": each parameter belongs to one rank then.',
+            'Use cut="auto", which gives each parameter to one rank.',
         )
     return "whole"
 
@@ -534,7 +534,7 @@ def _scattered(ddp: Any, group: Group) -> GradientStretches:
     """Have ``ddp`` reduce-scatter its gradients from now on."""
     if not hasattr(ddp, "scatter_gradients"):
         raise OptimizerArgumentError(
-            f"ddp= is a {type(ddp).__name__}, which cannot leave gradients in stretches.",
+            f"ddp= is a {type(ddp).__name__}, which cannot divide gradients between ranks.",
             "Give the model as wrapped by paceline.DistributedDataParallel, or leave ddp= out.",
         )
     scattered: GradientStretches = ddp.scatter_gradients()

@@ -86,7 +86,7 @@ def _joined(shares: Sequence[Share], param: Tensor) -> dict[str, Any]:
         raise OptimizerStateError(
             f"the state of parameter {first.part.param} is not complete: "
             f"{sum(share.part.length for share in shares)} of {param.numel()} elements have one.",
-            "A step was taken on some ranks only; nothing was put together.",
+            "Only some ranks have taken a step; nothing was consolidated.",
         )
     return {
         name: first.common[name] if name in first.common else _whole(shares, name, param)

@@ -127,7 +127,7 @@ def _paths(directory: Path) -> list[Path]:
         raise RunMissingError(str(directory), "this is a file, not the folder of a run", remedy)
     found = log_paths(directory)
     if not found:
-        raise RunMissingError(str(directory), "no rank's log (rank-00000.json) lies in it", RECORD)
+        raise RunMissingError(str(directory), "it has no log of a rank (rank-00000.json)", RECORD)
     together = sum(path.lstat().st_size for path in found)
     if together > MOST_TOGETHER:
         most = f"{MOST_TOGETHER / 1e9:.1f} GB can be read at a time"

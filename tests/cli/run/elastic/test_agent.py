@@ -120,7 +120,7 @@ def test_a_script_that_always_fails_ends_with_the_first_failure(run, tmp_path) -
     ended = run("raise ValueError(f'no {me}')", "--nproc", 2, "--max-restarts", 3)
     assert ended.code == 1
     assert {path.name for path in tmp_path.iterdir() if path.name.isdigit()} == set("01234")
-    assert "nobody is started in place of those lost any more: all 3 of --max-restarts" in ended.err
+    assert "lost members are no longer replaced: all 3 of --max-restarts" in ended.err
     assert "failed first: ValueError: no" in ended.err
 
 

@@ -199,7 +199,7 @@ class ElasticAgent:
                 self.link.say(Enlist())
         if (why := self.places.exhausted) and not self._told_no_more and self.link.connected:
             self._told_no_more = True
-            say.note(f"nobody is started in place of those lost any more: {why}")
+            say.note(f"lost members are no longer replaced: {why}")
             self.link.say(NoMore(why))
 
     def _can_start(self, now: float) -> bool:

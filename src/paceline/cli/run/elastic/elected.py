@@ -178,9 +178,9 @@ def elect_keeper(
 def _unreachable(why: str, seconds: float) -> StoreUnreachableError:
     since = f" for {seconds:.0f} s" if seconds else ""
     return StoreUnreachableError(
-        f"the store was not reached{since}, and without it nobody can say which host's keeper "
+        f"the store was not reached{since}, and without it this host does not know which keeper "
         f"decides; no member of this host is left running ({why})",
-        "See that it can be reached from here, and start this host again: the others take it in.",
+        "Make sure that this host can reach it, and start this host again: the others let it join.",
         why,
         seconds,
     )

@@ -83,8 +83,8 @@ class KeeperProcess:
         how = describe(RankEnding(code, now), None)
         if self._short >= _IN_A_ROW:
             raise LaunchError(
-                f"the process that keeps the roster does not stay: {how}\n{self._said()}",
-                "Nothing can be agreed without it.",
+                f"the process that keeps the roster keeps failing: {how}\n{self._said()}",
+                "The job cannot continue without it.",
             )
         self._process, self._began = self._spare, now
         self._release(self._process)
@@ -145,7 +145,7 @@ def keeper_unheard(seconds: float) -> LaunchError:
     """That no keeper answers."""
     return LaunchError(
         f"the process that keeps the roster has not answered for {seconds:g} s; the members of "
-        "this host are ended, since the others may have gone on without them",
+        "this host are ended, since the others may have continued without them",
         "If it is on another host, look at the network between them.",
     )
 

@@ -87,7 +87,7 @@ class Template:
             os.write(says, GO)  # a member that nobody waits for ends by itself
             return ForkedMember(pid)
         except (OSError, ValueError) as error:
-            say.note(f"members are started anew: the process to fork them from failed ({error})")
+            say.note(f"members are not forked: the process to fork them from failed ({error})")
             self._drop()
             raise OSError(str(error)) from error
         finally:
@@ -135,7 +135,7 @@ class Template:
             return
         self._drop()
         if said:  # it would say so again
-            say.note(f"members are started anew, not forked: {said.decode(errors='replace')}")
+            say.note(f"members are not forked: {said.decode(errors='replace')}")
             self.phase = TemplatePhase.GIVEN_UP
 
     def _has_ended(self) -> bool:

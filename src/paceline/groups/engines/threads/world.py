@@ -135,7 +135,7 @@ class World:
             if not self.changed.wait_for(lambda: len(self._joined) == self.size, clock.left()):
                 late = ", ".join(str(r) for r in range(self.size) if r not in self._joined)
                 remedy = "It may have failed: look at its output."
-                raise RendezvousError(f"rank {late} came but did not stay", remedy, rank)
+                raise RendezvousError(f"rank {late} arrived but did not stay", remedy, rank)
 
     # The end. An end is for all: ranks that wait wake up and find it.
 
