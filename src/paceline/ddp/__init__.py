@@ -10,8 +10,9 @@ from .shard_replica import ShardReplica as ShardReplica
 from .stand_in import derived_from_torch as derived_from_torch
 from .stand_in import made_by_torch as made_by_torch
 from .stand_in import stand_for_torchs as stand_for_torchs
+from .strictness import is_strict, set_strict
 from .sync_batchnorm import SyncBatchNorm
-from .wrapper import DistributedDataParallel, is_strict, set_strict
+from .wrapper import DistributedDataParallel
 
 __all__ = [
     "DistributedDataParallel",

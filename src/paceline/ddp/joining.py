@@ -29,7 +29,7 @@ from .rows import Rows
 from .sync_batchnorm import Lent, lend_rows
 
 if TYPE_CHECKING:
-    from .wrapper import DistributedDataParallel
+    from .join_names import JoinsUneven
 
 
 class DDPJoinHook(JoinHook):
@@ -37,7 +37,7 @@ class DDPJoinHook(JoinHook):
 
     speaks_for_itself = True  # alone in a Join, it needs no announcements
 
-    def __init__(self, ddp: DistributedDataParallel, *, by_active: bool) -> None:
+    def __init__(self, ddp: JoinsUneven, *, by_active: bool) -> None:
         self.ddp = ddp
         self._by_active = by_active
         self._layers: Lent | None = None
@@ -122,7 +122,7 @@ class DDPJoinHook(JoinHook):
         self.ddp.replica.reducer.mean_over_active(False)
 
 
-def announce_step(ddp: DistributedDataParallel) -> None:
+def announce_step(ddp: JoinsUneven) -> None:
     """Before a forward inside Join: tell the ranks that have run out what is coming."""
     notice = Join.notify_join_context(ddp)
     refuse_foreign(ddp, notice)
@@ -131,7 +131,7 @@ def announce_step(ddp: DistributedDataParallel) -> None:
         any_averages(ddp, torch.is_grad_enabled() and replica.averaging.on)
 
 
-def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None) -> None:
+def refuse_foreign(ddp: JoinsUneven, notice: TorchWork | None = None) -> None:
     """torch's Join says neither when it begins nor that a rank has failed: no layer can rely on it.
 
     Called after the notice, so that the ranks that have run out come to their own refusal.
@@ -148,14 +148,14 @@ def refuse_foreign(ddp: DistributedDataParallel, notice: TorchWork | None = None
         )
 
 
-def any_averages(ddp: DistributedDataParallel, mine: bool) -> bool:
+def any_averages(ddp: JoinsUneven, mine: bool) -> bool:
     """Whether any rank will average the pass that comes; every rank calls it."""
     flag = torch.tensor([float(mine)], device=ddp.device)
     ddp.replica.group.all_reduce(flag, ReduceOp.MAX)
     return bool(flag.item())
 
 
-def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
+def common_rank(ddp: JoinsUneven, candidate: bool) -> int:
     """The highest rank among the candidates; every rank calls it."""
     group = ddp.replica.group
     best = torch.tensor([group.rank() if candidate else -1], device=ddp.device)
@@ -163,7 +163,7 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
     return int(best.item())
 
 
-def newest_rank(ddp: DistributedDataParallel, passes: int, forwards: int) -> int:
+def newest_rank(ddp: JoinsUneven, passes: int, forwards: int) -> int:
     """The highest rank among those with most averaged passes, of these with most forwards."""
     group = ddp.replica.group
     own = torch.tensor([passes, forwards, group.rank()], device=ddp.device)
@@ -172,12 +172,12 @@ def newest_rank(ddp: DistributedDataParallel, passes: int, forwards: int) -> int
     return int(max(everyone.tolist())[2])
 
 
-def sync_final_model(ddp: DistributedDataParallel, is_last_joiner: bool) -> None:
+def sync_final_model(ddp: JoinsUneven, is_last_joiner: bool) -> None:
     """Give every rank the parameters, and the buffers if kept alike, of one of the last."""
     take_model(ddp, common_rank(ddp, is_last_joiner))
 
 
-def take_model(ddp: DistributedDataParallel, root: int) -> None:
+def take_model(ddp: JoinsUneven, root: int) -> None:
     """Give every rank the root's parameters, and its buffers if they are kept alike."""
     replica = ddp.replica
     replica.buffers.root = root

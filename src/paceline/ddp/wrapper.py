@@ -10,58 +10,58 @@ code uses are in ``torch_names.py``.
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
-from torch.utils.hooks import RemovableHandle
 
 from .._reducer import ScatteredGradients
 from .._torch.autograd import is_profiling
-from .._torch.c10d import default_group, has_left
+from .._torch.c10d import has_left
 from .._torch.ddp import active, move_inputs, set_active
 from .._torch.dynamo import untraced
-from ..data import Shard
-from ..errors import ModuleArgumentError, ModuleStateError, ModuleTypeError
+from ..errors import ModuleStateError
 from ..groups import Group
-from ..hooks import allreduce_hook, fp16_compress_hook
-from ..join import Join, Joinable
+from ..join import Joinable
 from ..policies import BucketCaps, Reduction
-from . import same_bits, torch_args
+from . import torch_args
+from .averaged_passes import AveragedPasses
+from .comm_hooks import CommHooks
+from .copies import Copies
 from .delayed import Delayed
 from .finalization import ManualFinalization
-from .in_backward import adopt_optimizers, check_fused, step_with_buckets
+from .in_backward import adopt_optimizers
 from .in_graph import Traced, forward_in_graph, number
-from .joining import (
-    DDPJoinHook,
-    announce_step,
-    any_averages,
-    common_rank,
-    sync_final_model,
-)
+from .join_names import JoinsUneven
+from .joining import announce_step
 from .mixed_precision import Caster, _MixedPrecision, strip
 from .moving import Move
-from .replica import Replica, SampleCount
+from .replica import Replica
 from .shard_replica import ShardReplica
 from .stand_in import StandsForTorchs
+from .strictness import is_strict
 from .torch_names import TorchNames
 from .torch_reducer import TorchReducer
 
 log = logging.getLogger(__name__)
-Item = TypeVar("Item")
 _forwards = threading.local()  # the wrappers in whose forward this thread is
 
 
-class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclass=StandsForTorchs):
+class DistributedDataParallel(
+    AveragedPasses,
+    CommHooks,
+    JoinsUneven,
+    Copies,
+    ManualFinalization,
+    TorchNames,
+    metaclass=StandsForTorchs,
+):
     """Wraps a module so that backward averages gradients over all ranks.
 
     Takes every keyword of torch's class. ``find_unused_parameters`` and ``static_graph`` are not
@@ -293,102 +293,6 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         nn.Module.train(self, mode)
         return self
 
-    # -- which passes are averaged ------------------------------------------------------------
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients on this rank; the first pass outside averages them.
-
-        It takes effect if the backward pass, or its forward, runs inside the context.
-        """
-        return self.replica.averaging.no_sync()
-
-    def accumulate(self, steps: int) -> contextlib.AbstractContextManager[bool]:
-        """Run one of ``steps`` micro-steps; the last one averages, and its value is True::
-
-        for batch in loader:
-            with ddp.accumulate(4) as last:
-                loss(ddp(batch)).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-        """
-        return self.replica.averaging.accumulate(steps)
-
-    def samples(self, count: float) -> SampleCount:
-        """Let the next backward pass, or those inside the context, count as ``count`` samples::
-
-            with ddp.samples(len(batch)):
-                loss(ddp(batch)).backward()  # a mean over the batch
-
-        The gradient is then the mean over all samples of all ranks, whatever the batch sizes.
-        """
-        return self.replica.samples(count)
-
-    def shard(self, shard: Shard) -> contextlib.AbstractContextManager[None]:
-        """Compute one of the ``shards=`` of a step, on this rank only::
-
-            for step in loader:
-                for shard, (x, y) in ddp.shards_of(step):
-                    with ddp.shard(shard):
-                        loss(ddp(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        Inside, random numbers are those of the shard, buffers are as they were when the step began,
-        and operations without a deterministic form are refused. What ``backward`` leaves in
-        ``.grad`` is taken when it ends. A shard counts as ``shard.samples`` samples, unless
-        :meth:`samples` is called inside.
-        """
-        return self._sharded().shard(shard)
-
-    def shards_of(self, step: Iterable[Item]) -> Iterator[Item]:
-        """Iterate over this rank's shards of ``step``, then average the gradients.
-
-        After the loop ``.grad`` holds the means over the shards of all ranks, bitwise the same
-        however shards are divided. Every rank has to run the loop, even one without shards.
-        """
-        return self._sharded().each(step)
-
-    def conditions(self) -> dict[str, str]:
-        """Return what the bits of a run with ``shards=`` depend on besides code, data and seed.
-
-        Save it with a checkpoint; :meth:`require_conditions` compares it when the run resumes.
-        """
-        return same_bits.conditions(self._sharded().shards, self.replica.group.device)
-
-    def require_conditions(self, saved: Mapping[str, str]) -> None:
-        """Raise an error if :meth:`conditions` differ from ``saved``."""
-        found = same_bits.differences(saved, self.conditions())
-        if found:
-            raise ModuleStateError(
-                f"rank {self.replica.group.rank()}: the run resumes under other conditions: "
-                f"{'; '.join(found)}. Its bits would differ from an uninterrupted run.",
-                "Resume under the same conditions, or do not call require_conditions().",
-            )
-
-    def _sharded(self) -> ShardReplica:
-        if not isinstance(self.replica, ShardReplica):
-            raise ModuleStateError(
-                f"rank {self.replica.group.rank()}: the model is not wrapped with shards=.",
-                "Say how many shards a step has: DistributedDataParallel(model, shards=8).",
-            )
-        return self.replica
-
-    def sync_grads(self) -> None:
-        """Average what ``.grad`` holds now, without a backward pass; every rank has to call it.
-
-        With ``shards=`` it ends the step, as a loop over :meth:`shards_of` does.
-        """
-        self.replica.sync_grads()
-
-    def after_backward(self, callback: Callable[[], None]) -> RemovableHandle:
-        """Call ``callback`` after each backward pass that has averaged gradients.
-
-        It runs in the thread of the backward pass, before ``backward()`` returns, and not for
-        passes inside :meth:`no_sync`. Call ``remove()`` of the result to remove it.
-        """
-        return self.replica.reducer.observers.on_average(callback)
-
     def scatter_gradients(self) -> ScatteredGradients:
         """Leave each rank only its part of the averages, for a sharded optimizer.
 
@@ -447,178 +351,6 @@ class DistributedDataParallel(ManualFinalization, TorchNames, Joinable, metaclas
         if self.find_unused_parameters:
             _warn_static()
 
-    # -- hooks and optimizers -----------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` average the buckets; it returns a future of the result.
-
-        Call it once, before the first backward pass. The hook gets gradients undivided.
-        """
-        self._check_comm_hook(hook)
-        self._set_comm_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        compressed = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
-        builtin = fp16_compress_hook if compressed else allreduce_hook
-        self._set_comm_hook(self.replica.group, builtin, str(comm_hook_type))
-
-    def _set_comm_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
-        if self._comm_hooks:
-            self._log_and_throw(
-                ModuleStateError,
-                "register_comm_hook or register_builtin_comm_hook can only be called once.",
-            )
-        if self.replica.reducer.passes:
-            self._log_and_throw(
-                ModuleStateError,
-                "Communication hook registration should be called before training loop starts, "
-                "that is before the first backward pass.",
-            )
-        self.replica.reducer.finalization.refuse_pending("a communication hook")
-        self._comm_hooks.append((hook, state))
-        self._comm_hook_name = name
-        self.replica.set_hook(state, hook)
-
-    def _check_comm_hook(self, hook: Any) -> None:
-        if not callable(hook):
-            self._log_and_throw(ModuleTypeError, "Communication hook must be callable.")
-        signature = inspect.signature(hook)
-        empty = inspect.Signature.empty
-        bucket = signature.parameters.get("bucket")
-        if bucket is not None and bucket.annotation not in _bucket_annotations():
-            self._log_and_throw(
-                ModuleArgumentError,
-                "Communication hook: bucket annotation should be dist.GradBucket.",
-            )
-        result = signature.return_annotation
-        if result not in (empty, torch.futures.Future[Tensor], _FUTURE_TEXT):
-            self._log_and_throw(
-                ModuleArgumentError,
-                "Communication hook: return annotation should be "
-                "torch.futures.Future[torch.Tensor].",
-            )
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        check_fused(optim, hooked=bool(self._comm_hooks))
-        if self.shards is not None:
-            self._sharded().refuse_in_backward(self._module_parameters, all_of_them=True)
-        chosen = self._module_parameters if optim_params is None else list(optim_params)
-        fused = {p: optim([p], *args, **kwargs) for p in chosen if p.requires_grad}
-        step_with_buckets(fused, self.replica.reducer)
-
-    # -- join ---------------------------------------------------------------------------------
-
-    def _in_join(self) -> bool:
-        return bool(self._join_config.enable)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Return a context in which ranks may have unequal numbers of inputs.
-
-        A rank that has run out takes part in the others' steps with weight 0, without additional
-        collectives. ``divide_by_initial_world_size=False`` divides by the number of ranks that
-        still have inputs; it has no effect with :meth:`samples`, where the mean is over samples.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """Return the hook that takes this rank's part once it has run out of inputs."""
-        return DDPJoinHook(self, by_active=not kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def _authoritative_rank(self) -> int:
-        return self.replica.buffers.root
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        sync_final_model(self, is_last_joiner)
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
-        return any_averages(self, not is_joined_rank and self.require_backward_grad_sync)
-
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        self.replica.reducer.stand_in()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """Who used what rides in the buckets' header; no collective has to be matched."""
-
-    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        return common_rank(self, rank_cond)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device for Join's tensors."""
-        return torch.device(self.device)
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """The group for Join's all-reduces."""
-        return self.process_group
-
-    # -- copies -------------------------------------------------------------------------------
-
-    def _check_default_group(self) -> None:
-        try:
-            default = self.process_group == default_group()
-        except (RuntimeError, ValueError):
-            default = False
-        if not default:
-            self._log_and_throw(
-                ModuleStateError,
-                "DDP Pickling/Unpickling are only supported when using DDP with the default "
-                "process group. That is, when you have called init_process_group and have not "
-                "passed process_group argument to DDP constructor.",
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
-        return self._portable_state()
-
-    def _portable_state(self) -> dict[str, Any]:
-        parts = ("replica", "_reducer", "traced", "_torch_logger", "_caster", "_delayed")
-        local = ("process_group", *parts)
-        state = {key: value for key, value in self.__dict__.items() if key not in local}
-        state["broadcast_buffers"] = self.forward_sync_buffers
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(dict(state), default_group())
-
-    def _restore(self, state: dict[str, Any], process_group: ProcessGroup) -> None:
-        state.pop("broadcast_buffers", None)
-        for name in ("lazy_bucket_allocation", "_require_manual_backward_finalization"):
-            state.setdefault(name, False)  # pickled before there was such a thing
-        state.setdefault("shards", None)
-        self.process_group = process_group
-        nn.Module.__setstate__(self, state)
-        self._module_parameters = [
-            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
-        ]
-        self._init_state()
-        group = torch_args.wrapped_group(process_group, self.device)
-        params = dict(self.module.named_parameters(remove_duplicate=False))
-        names, hooked = self._delayed_names
-        named = [(name, params[name]) for name in names]
-        self._delayed = Delayed(named, params[hooked], group) if named else None
-        self._build(group, init_sync=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A wrapper of its own around a copy of the module, in the same group."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin._restore(copy.deepcopy(self._portable_state(), memo), self.process_group)
-        return twin
-
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         """Go on in another group; its ranks agree on buckets anew, whatever they had before.
 
@@ -653,27 +385,6 @@ def _transfer_dtype(mixed_precision: Any) -> torch.dtype | None:
     if mixed_precision is None:
         return None
     return _MixedPrecision.of(mixed_precision).transfer_dtype
-
-
-_FUTURE_TEXT = "torch.futures.Future[torch.Tensor]"
-_strict = [False]
-
-
-def is_strict() -> bool:
-    """Return whether new wrappers raise where torch's would."""
-    return _strict[0]
-
-
-def set_strict(value: bool) -> None:
-    """Set whether new wrappers raise where torch's would."""
-    _strict[0] = value
-
-
-def _bucket_annotations() -> tuple[Any, ...]:
-    from .._reducer import GradBucket
-
-    names = ("dist.GradBucket", "GradBucket", "torch.distributed.GradBucket")
-    return (inspect.Parameter.empty, dist.GradBucket, GradBucket, *names)
 
 
 def _warn_static() -> None:
