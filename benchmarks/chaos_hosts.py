@@ -1,6 +1,7 @@
 """Is a job on several hosts still one job when a host is lost, or the network is cut in two?
 
-    python benchmarks/chaos_hosts.py
+    python benchmarks/chaos_hosts.py                    every case
+    python benchmarks/chaos_hosts.py -k later           some, chosen as pytest does
 
 Hosts are network namespaces on a switch, with two ranks each, and an etcd on a host of its own. The
 cases are tests (``tests/cli/run/elastic``), which compare the weights at the end with those of one
@@ -44,7 +45,10 @@ def main() -> int:
     rows = Rows()
     files = [str(TESTS / name) for name in FILES]
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-m", "slow"]
-    code = pytest.main([*quiet, f"--rootdir={TESTS.parents[3]}", *files], plugins=[rows])
+    quiet += ["-o", "addopts="]  # some are options of the terminal's
+    code = pytest.main(
+        [*quiet, *sys.argv[1:], f"--rootdir={TESTS.parents[3]}", *files], plugins=[rows]
+    )
     return 0 if rows.held and code == pytest.ExitCode.OK else 1
 
 

@@ -31,6 +31,7 @@ from ..groups import Group
 log = logging.getLogger(__name__)
 
 _COLLECTIVES = ("paceline.groups", "paceline._transport", "paceline._members", "torch.distributed")
+_GLOO_SOURCES = "gloo/transport/"  # in gloo's errors: each names the file it was raised in
 
 
 class Crew:
@@ -129,6 +130,8 @@ def is_loss(error: BaseException) -> bool:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
+    if _GLOO_SOURCES in str(error):  # a wait in C++, of which the traceback shows only who waited
+        return True
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     known = isinstance(error, dist.DistError)  # raised wherever a device was waited for
     return known or any(module.startswith(_COLLECTIVES) for module in modules)

@@ -79,6 +79,7 @@ def test_the_example_for_slurm_trains_on_two_machines(tmp_path) -> None:
     )
     assert trained.returncode == 0, trained.stderr
     assert f"{2 * cores()} ranks" in trained.stdout
+    assert not list(here.glob(".paceline-key-*"))
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
