@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import random
 import signal
 import socket
 import sys
@@ -394,15 +395,26 @@ def _pickle_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 
 def _meeting_point(n: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     return {
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def _free_port() -> int:
+    """A port that nobody has now, and that the system gives to nobody who asks for any."""
+    with suppress(OSError, ValueError):
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        for port in random.SystemRandom().sample(range(first_given // 2, first_given), 20):
+            with suppress(OSError), socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+                return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

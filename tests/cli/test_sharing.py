@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_a_library_that_is_preloaded_is_the_one_whose_version_is_told(tmp_path: 
     program = "from paceline.cli.sharing import loaded_nccl; print(loaded_nccl())"
     told = subprocess.run(
         [sys.executable, "-c", program],
-        env={"LD_PRELOAD": str(library)},
+        env={**os.environ, "LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
         check=True,

@@ -28,7 +28,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        kinds = [dist.QueueEmptyError, dist.DistStoreError, ValueError, TypeError]
+        kinds = [dist.QueueEmptyError, dist.DistStoreError, ValueError, TypeError, AttributeError]
         return next((kind for kind in kinds if isinstance(error, kind)), error)
 
 

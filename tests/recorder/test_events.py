@@ -53,6 +53,19 @@ def test_a_call_is_recorded_with_its_line_shape_and_times() -> None:
     assert 0 < entry.began < entry.finished
 
 
+def test_a_call_has_a_beginning_as_soon_as_it_can_be_seen() -> None:
+    seen: list[int] = []
+
+    def one_rank(group: Group) -> None:
+        assert group.board is not None
+        group.board.tell = lambda entry: seen.append(entry.began)
+        group.all_reduce(torch.ones(3))
+
+    run_ranks(2, one_rank)
+    assert len(seen) == 2
+    assert all(seen)
+
+
 def test_a_started_call_ends_when_it_is_waited_for() -> None:
     def one_rank(group: Group) -> None:
         work = group.all_reduce(torch.ones(3), async_op=True)

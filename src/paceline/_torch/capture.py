@@ -2,7 +2,9 @@
 
 A capture in CUDA's strictest mode, which is torch's default, is spoilt by a thread that asks about
 an event. A thread may say that it has no part in captures; torch's own watchdog does so, but there
-is no name for it in Python. So the CUDA library that torch has loaded is called directly.
+is no name for it in Python. So the CUDA library that torch has loaded is called directly, but only
+once torch uses a GPU in this process: before that there is nothing to capture, and the call would
+start the driver, which crashes or hangs in a process that was forked from one with a driver.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -31,7 +35,7 @@ def _library() -> ctypes.CDLL | None:
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
     """What this thread asks inside spoils no capture of another."""
-    library = _library()
+    library = _library() if torch.cuda.is_initialized() else None
     if library is None:
         yield
         return

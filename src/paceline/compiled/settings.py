@@ -21,8 +21,8 @@ class Settings:
     ``autocast`` is the dtype of the forward pass. With ``keep_grads``, ``.grad`` holds the averages
     after a step, before clipping. With ``fullgraph``, a step that cannot be traced raises an error;
     otherwise it runs in eager mode. ``dynamic``, ``backend`` and ``options`` are those of
-    ``torch.compile``. ``graph`` captures each step in a CUDA graph; None does so if it is
-    faster. ``compile_timeout`` is how long ranks wait while another rank compiles.
+    ``torch.compile``. ``graph`` captures each step in a CUDA graph; None does so on one rank if it
+    is faster. ``compile_timeout`` is how long ranks wait while another rank compiles.
     """
 
     max_norm: float | None = None  # gradients are scaled down to it
@@ -33,7 +33,7 @@ class Settings:
     dynamic: bool | None = None  # as torch.compile takes it
     backend: Any = "inductor"
     options: Mapping[str, Any] = field(default_factory=dict)  # for Inductor
-    graph: bool | None = None  # one CUDA graph for each step; None: if it is quicker
+    graph: bool | None = None  # one CUDA graph for each step; None: on one rank, if quicker
     compile_timeout: timedelta = timedelta(minutes=30)  # for ranks that wait while another compiles
 
     def __post_init__(self) -> None:

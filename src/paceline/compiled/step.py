@@ -90,7 +90,10 @@ class Step:
             self._fall_back(reason)
 
     def _make_replays(self) -> Replays | None:
-        """Steps as CUDA graphs, unless there cannot or should not be any."""
+        """Steps as CUDA graphs, unless there cannot or should not be any.
+
+        On several ranks only if asked for: two that shared a GPU were seen not to end.
+        """
         graph, settings = self.settings.graph, self.settings
         reason = ""
         if self.ddp.device_type != "cuda":
@@ -101,7 +104,7 @@ class Step:
             reason = "several calls are one step of the optimizer"
         if graph and reason:
             raise NotCapturedError(self._wire.rank, reason)
-        if graph is False or reason:
+        if graph is False or reason or (graph is None and self.ddp.replica.group.size() > 1):
             return None
         return Replays(self._wire, self._binding, asked=bool(graph))
 

@@ -247,11 +247,12 @@ class Board:
             entry.code, entry.lasti = track.code, track.lasti
         entry.finished, entry.error, entry.work = 0, "", None
         entry.purpose = self.purpose
+        entry.began = now()  # others may look at it from here on
         self.latest = entry
         calls.append(entry)
         if self.tell is not None:
             self.tell(entry)
-        entry.began = now()
+            entry.began = now()
         return entry
 
     def reopen(self, seconds: float) -> Entry | None:
