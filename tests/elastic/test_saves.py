@@ -65,7 +65,7 @@ def test_a_damaged_save_is_left_out_and_the_one_before_is_read(
         newest = saves.newest()
     assert newest is not None
     assert newest.steps == 10
-    assert "step-00000020 is not whole and left out" in caplog.text
+    assert "step-00000020 is incomplete and was skipped" in caplog.text
 
 
 def test_where_no_save_is_whole_nothing_begins(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_name_that_means_loopback_is_refused_where_there_is_a_key(key, monkeyp
     """Others could not come there, and every interface is more than was asked for."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *words, **more: found)
-    with pytest.raises(LaunchError, match=r"means 127\.0\.1\.1 on this machine"):
+    with pytest.raises(LaunchError, match=r"is 127\.0\.1\.1 on this host"):
         MachineMeeting(Launch(1, 2, 2, 0, "first-host", 1, key=key))
 
 

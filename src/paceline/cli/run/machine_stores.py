@@ -199,7 +199,7 @@ def refuse_own_name(launch: Launch) -> None:
         if ipaddress.ip_address(found).is_loopback and not is_literal(launch.address):
             raise LaunchError(
                 f"{launch.address} is {found} on this host, which others cannot reach",
-                "Give every machine an address of the first one instead of its name.",
+                "Give every host an address of the first one instead of its name.",
             )
 
 

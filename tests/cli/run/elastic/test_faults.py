@@ -141,7 +141,7 @@ def test_a_member_that_keeps_the_interpreter_for_longer_than_the_heartbeat_is_na
 ) -> None:
     code, said = run(script, 2, "1@10=gil60", options=("--heartbeat", 6))
     assert code == 0, said
-    assert "member 1 is ended: it was not heard of for" in said
+    assert "member 1 is ended: nothing was heard from it for" in said
     assert weights(said) == {expected}
 
 
