@@ -3,6 +3,7 @@
     python benchmarks/shards.py --save results.md    about ten minutes
     python benchmarks/shards.py --quick              three minutes, and rougher
     python benchmarks/shards.py --no-time --picture docs/pictures/drift.svg
+    python benchmarks/shards.py --link 1000          two minutes; needs root
 
 **Time.** A step is 8 backward passes over equal micro-batches, shared out to the ranks, one thread
 each. *accumulation*: paceline's wrapper, ``no_sync`` around all of a rank's passes but the last.
@@ -10,6 +11,12 @@ each. *accumulation*: paceline's wrapper, ``no_sync`` around all of a rank's pas
 shm and over gloo; each has a copy of the model and a group of its own. They take turns in blocks of
 steps, as in ``step.py``: ratios are of blocks of the same round, their median and in brackets the
 quartiles.
+
+**Over a wire.** With ``--link`` there are two ranks on two "hosts": network namespaces joined by a
+cable of so many Mbit/s (``wire_link.py`` says how), and gloo between them. *at the end*: the same
+step of shards that nobody has told which shard of a rank is its last, so that nothing is sent
+before all are computed. The wire takes twice as long for the sums of shards as for gradients; what
+of that is seen depends on how much is sent while the last backward pass still runs.
 
 **Memory.** As in ``step.py``, in fresh processes: the peak of a rank over what it had before the
 model was made. The aim is one gradient more than accumulation has.
@@ -41,6 +48,7 @@ from shards_picture import Curve, draw
 from step import DEADLINE, Block, Times, show_mib
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from wire_link import Host, Link, lay_cable, unable
 
 import paceline
 from paceline.data import Shard, share_out
@@ -48,7 +56,10 @@ from paceline.testing import Meeting, spawn_ranks
 
 SHARDS = 8
 WAYS = ("accumulation, shm", "shards, shm", "accumulation, gloo", "shards, gloo")
+AT_END = "shards, gloo, at the end"
+WIRE_WAYS = ("accumulation, gloo", "shards, gloo", AT_END)
 AIMS = {"shards, shm": 1.03, "shards, gloo": 1.10}
+DELAY = 0.1  # milliseconds that a cable takes
 
 
 # -- the models -------------------------------------------------------------------------------
@@ -63,6 +74,10 @@ def make_transformer() -> tuple[nn.Module, Tensor]:
     return model, batch[:1]
 
 
+def make_wide_gpt() -> tuple[nn.Module, Tensor]:
+    return CharGPT(width=256, depth=4, heads=4), next(batches(batch_size=8)).inputs
+
+
 @dataclass(frozen=True)
 class Model:
     title: str
@@ -72,6 +87,7 @@ class Model:
 MODELS = {
     "gpt": Model("char GPT, 2 layers of 64, passes of 4 x 64 tokens", make_gpt),
     "transformer": Model("Transformer, 6 layers of 384, passes of 64 tokens", make_transformer),
+    "wide": Model("char GPT, 4 layers of 256, passes of 8 x 64 tokens", make_wide_gpt),
     "mlp": Model("MLP, 8 x Linear(1024), passes of 32 (bound by the wire)", steps.make_mlp),
 }
 
@@ -82,7 +98,7 @@ MODELS = {
 def make_step(name: str, way: str, meeting: Meeting, opened: ExitStack) -> Callable[[], None]:
     torch.manual_seed(0)
     model, batch = MODELS[name].make()
-    kind, engine = way.split(", ")
+    kind, engine = way.split(", ")[:2]
     group = opened.enter_context(meeting.new_group(engine))
     ranks_shards = share_out(SHARDS, meeting.size, meeting.rank)
     options = {"shards": SHARDS} if kind == "shards" else {}
@@ -96,8 +112,8 @@ def make_step(name: str, way: str, meeting: Meeting, opened: ExitStack) -> Calla
                 ddp(batch).square().mean().backward()
 
     def by_shards() -> None:
-        named = (Shard(seed=0, step=number, index=index, count=SHARDS) for index in ranks_shards)
-        for shard in ddp.shards_of(named):
+        named = [Shard(seed=0, step=number, index=index, count=SHARDS) for index in ranks_shards]
+        for shard in ddp.shards_of(iter(named) if way == AT_END else named):
             with ddp.shard(shard):
                 ddp(batch).square().mean().backward()
 
@@ -111,12 +127,16 @@ def make_step(name: str, way: str, meeting: Meeting, opened: ExitStack) -> Calla
     return step
 
 
-def time_blocks(meeting: Meeting, name: str, rounds: int) -> list[list[Block]]:
-    """One rank's blocks, by round and then in the order of ``WAYS``."""
+def time_blocks(
+    meeting: Meeting, name: str, rounds: int, ways: Sequence[str], hosts: Sequence[Host]
+) -> list[list[Block]]:
+    """One rank's blocks, by round and then in the order of ``ways``."""
     torch.set_num_threads(1)
+    if hosts:
+        hosts[meeting.rank].enter()
     with ExitStack() as opened:
-        made = {way: make_step(name, way, meeting, opened) for way in WAYS}
-        barrier = opened.enter_context(meeting.new_group("shm")).barrier
+        made = {way: make_step(name, way, meeting, opened) for way in ways}
+        barrier = opened.enter_context(meeting.new_group("gloo" if hosts else "shm")).barrier
         return steps.take_turns(made, rounds, barrier)
 
 
@@ -237,19 +257,30 @@ DRIFT_HEAD = (
 )
 
 
-def time_lines(name: str, ranks: int, rounds: int) -> list[str]:
-    by_rank = spawn_ranks(ranks, time_blocks, name, rounds, deadline=DEADLINE)
+def time_lines(
+    name: str, ranks: int, rounds: int, ways: Sequence[str] = WAYS, hosts: Sequence[Host] = ()
+) -> list[str]:
+    by_rank = spawn_ranks(ranks, time_blocks, name, rounds, ways, hosts, deadline=DEADLINE)
     times, lines = {}, []
-    for index, way in enumerate(WAYS):
+    for index, way in enumerate(ways):
         blocks = [[rank[number][index] for rank in by_rank] for number in range(rounds)]
         walls, cpus = (list(map(f, blocks)) for f in (steps._wall, steps._cpu))
         times[way] = Times(walls, cpus)
-        ratio = times[way].over(times[_plain(way)]) if way in AIMS else None
+        ratio = times[way].over(times[_plain(way)]) if way.startswith("shards") else None
         wall, cpu = (f"{digits(1e3 * statistics.median(t))} ms" for t in (walls, cpus))
-        aim = ratio.against(AIMS[way]) if ratio else ""
+        aim = ratio.against(AIMS[way]) if ratio and way in AIMS else ""
         title = MODELS[name].title if index == 0 else ""
         lines.append(row(title, ranks if index == 0 else "", way, wall, cpu, ratio or "", aim))
     return lines
+
+
+def wire_lines(name: str, link: Link, rounds: int) -> list[str]:
+    """As :func:`time_lines`, of two ranks with a cable between them."""
+    with lay_cable(link) as cable:
+        lines = time_lines(name, 2, rounds, WIRE_WAYS, cable.hosts)
+    told = cable.told
+    lost = f"{told['lost']:.0f} of {told['frames']:.0f} frames were lost"
+    return [*lines, f"\nOver {link}; {lost} on the cable, whose relay took {told['cpu']:.1f} s."]
 
 
 def memory_lines(name: str, ranks: int) -> list[str]:
@@ -266,7 +297,7 @@ def memory_lines(name: str, ranks: int) -> list[str]:
 
 
 def _plain(way: str) -> str:
-    return way.replace("shards", "accumulation")
+    return way.removesuffix(", at the end").replace("shards", "accumulation")
 
 
 def drift(sizes: Sequence[int], looks: Sequence[int], log: Log) -> list[Curve]:
@@ -296,7 +327,8 @@ def looks_until(last: int) -> list[int]:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Steps of shards, and what happens without them.")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without wide, if not given")
+    parser.add_argument("--link", type=float, help="Mbit/s of a cable between two ranks")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--rounds", type=int, help="blocks of each way (8)")
     parser.add_argument("--steps", type=int, help="that the char GPT learns (500)")
@@ -307,7 +339,10 @@ def read_arguments() -> argparse.Namespace:
     for part in ("time", "memory", "drift"):
         parser.add_argument(f"--{part}", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    args.models = ["gpt", "mlp"] if args.quick else args.models.split(",")
+    usual = "wide" if args.link else "gpt,mlp" if args.quick else "gpt,transformer,mlp"
+    args.models = (args.models or usual).split(",")
+    if args.link and (why := unable()):
+        parser.error(f"--link: {why}")
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"{', '.join(sorted(unknown))}: not among {list(MODELS)}")
     args.ranks = [int(number) for number in args.ranks.split(",")]
@@ -322,6 +357,11 @@ def main() -> int:
     log(describe_machine())
     block = f"{args.rounds} rounds of {steps.STEPS_PER_BLOCK} steps of {SHARDS} passes"
     log(f"Ranks of one thread, {block}.{' ' if args.note else ''}{args.note}")
+    if args.link:
+        args.time = args.memory = args.drift = False
+        log(f"\n{TIME_HEAD}")
+        for name in args.models:
+            log("\n".join(wire_lines(name, Link(args.link, DELAY), args.rounds)))
     if args.time:
         log(f"\n{TIME_HEAD}")
         for name in args.models:

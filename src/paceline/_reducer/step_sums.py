@@ -269,7 +269,7 @@ class StepSums:
         """
         found = self.sums[number]
         like, numel = found.of.like, found.of.like.numel()
-        mean = found.place.view(-1).view(like.dtype)[:numel]
+        mean = found.mean
         shaped = mean.as_strided(like.shape, found.of.strides, mean.storage_offset())
         if found.level is not None and not found.others and found.of.has_loops:
             mean_of_whole(mean, found.place, self.grid.unit(found.level), float(weight))

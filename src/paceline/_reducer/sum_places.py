@@ -62,6 +62,15 @@ class Sum:
     promised: bool = False  # the place is for terms of the expected level, if there is one
     expected: int | None = None
     sent: bool = False  # what is in the place is on its way
+    _mean: Tensor | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """Where the mean is written, flat: over the integers, in the tensor's own type."""
+        if self._mean is None:
+            like = self.of.like
+            self._mean = self.place.view(-1).view(like.dtype)[: like.numel()]
+        return self._mean
 
     def begin(self) -> None:
         """Forget all terms."""
