@@ -395,6 +395,20 @@ def test_operations_that_are_not_deterministic_are_refused_inside_only() -> None
     run_ranks(1, one_rank)
 
 
+def test_an_operation_that_is_not_deterministic_is_named_on_all_ranks() -> None:
+    def one_rank(group: Group) -> None:
+        ddp = linear(group, 2)
+        kind: Any = RuntimeError if group.rank() else PeerError
+        with pytest.raises(kind, match="put_"):
+            for index in ddp.shards_of([group.rank()]):
+                with ddp.shard(shard(index, 2)):
+                    if group.rank():
+                        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+                    ddp(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, one_rank)
+
+
 def test_a_copy_has_shards_of_its_own() -> None:
     import copy
 
