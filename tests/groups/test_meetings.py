@@ -6,6 +6,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -375,16 +376,27 @@ def test_a_store_serves_one_merge_after_another_and_a_failed_one() -> None:
     assert run_ranks(3, one_rank) == [[3.0, 3.0]] * 3
 
 
-def test_more_ranks_than_were_announced_are_refused_on_all() -> None:
-    store = HashStore()
+def test_more_ranks_than_were_announced_are_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, enter, first_is_in = HashStore(), Meetings._enter, threading.Event()
+
+    def enter_and_tell(meetings: Meetings, *given: Any) -> int:
+        before = enter(meetings, *given)
+        if meetings._key == "of 2":  # not that of the split
+            first_is_in.set()
+        return before
 
     def one_rank(group: Group) -> str:
         part = group.split([[0], [1, 2]])
         assert part is not None
+        if group.rank():  # else these two would be a meeting of 2 by themselves
+            assert first_is_in.wait(60)
         with pytest.raises(RendezvousError) as caught:
-            part.merge(store, 2, timeout=timedelta(seconds=1))
+            part.merge(store, 2, timeout=LONG)
         return str(caught.value)
 
+    monkeypatch.setattr(Meetings, "_enter", enter_and_tell)
     texts = run_ranks(3, one_rank)
     assert any("3 ranks came to a meeting of 2" in text for text in texts)
 
