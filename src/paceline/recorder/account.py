@@ -10,6 +10,7 @@ import linecache
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from enum import Enum
 from types import FrameType
 
@@ -102,8 +103,9 @@ def account_of(
     Steps without a backward pass are told though they are older: it may be missed much later.
     """
     mine = [entry for entry in list(events.calls) if entry.board is board][-calls:]
-    frame = None if ended else _frame_of(board)
-    user, deepest, inside, waits = _where(frame)
+    # A variable for the frame may hold this very function, and all that its callers hold: an engine
+    # that they have just closed would keep its threads until the garbage collector comes by.
+    user, deepest, inside, waits = _where(None if ended else _frame_of(board))
     return Account(
         rank=board.rank,
         pid=os.getpid(),
@@ -181,9 +183,15 @@ def _elsewhere(board: events.Board, waits: bool) -> str:
 
 def _frame_of(board: events.Board) -> FrameType | None:
     """The thread that uses the group, else the main one."""
-    threads = frames()
-    found = threads.get(board.thread)
-    return found if found is not None else threads.get(threading.main_thread().ident or 0)
+    return _first_of(frames(), board.thread, threading.main_thread().ident or 0)
+
+
+def _first_of(threads: Mapping[int, FrameType], *numbers: int) -> FrameType | None:
+    """The first of some threads that is there.
+
+    A function of its own, which none of the frames can be inside of: nothing here holds itself.
+    """
+    return next((threads[number] for number in numbers if number in threads), None)
 
 
 def _where(frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool, bool]:

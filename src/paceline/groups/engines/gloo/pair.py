@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,16 +34,10 @@ class Pair:
     def __init__(self, inner: ProcessGroup, watcher: Watcher) -> None:
         self._inner, self._watcher = inner, watcher
         self._rank, self._peer = inner.rank(), 1 - inner.rank()
-        self._ways: dict[str, Callable[[Call], TorchWork]] = {
-            "all_reduce": self._all_reduce,
-            "reduce_scatter_single": self._reduce_scatter,
-            "all_gather_single": self._all_gather,
-            "all_to_all_single": self._all_to_all,
-        }
 
     def takes(self, call: Call) -> bool:
         """Whether it is better done here."""
-        if call.kind not in self._ways or call.input_splits or call.output_splits:
+        if call.kind not in self._WAYS or call.input_splits or call.output_splits:
             return False
         tensor = call.inputs[0]
         if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _MANY:
@@ -55,10 +50,10 @@ class Pair:
     def start(self, call: Call) -> TorchWork:
         """Begin it; a profiler sees it under gloo's name."""
         if not is_profiling():
-            return self._ways[call.kind](call)
+            return self._WAYS[call.kind](self, call)
         record = torch.autograd.profiler.record_function(f"gloo:{call.kind}")
         record.__enter__()
-        work = self._ways[call.kind](call)
+        work = self._WAYS[call.kind](self, call)
         end_with(record, work.get_future())
         return work
 
@@ -88,6 +83,15 @@ class Pair:
         work = self._swap(given[self._peer], taken[self._peer], call)
         _copy(taken[self._rank], given[self._rank])
         return work
+
+    # Functions, not methods of this object: it would hold itself, and with it gloo's threads and
+    # descriptors, until the garbage collector comes by.
+    _WAYS: ClassVar[dict[str, Callable[[Any, Call], TorchWork]]] = {
+        "all_reduce": _all_reduce,
+        "reduce_scatter_single": _reduce_scatter,
+        "all_gather_single": _all_gather,
+        "all_to_all_single": _all_to_all,
+    }
 
     def _gather(self, both: Tensor, mine: Tensor, call: Call) -> Work:
         options = c10d.AllgatherOptions()
