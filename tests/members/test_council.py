@@ -1,5 +1,7 @@
 """Who trains together, decided by hand-made events; random ones are in another file."""
 
+import math
+
 import pytest
 
 from paceline._members import NOTHING, Council, HowFar, RosterChange, Rules
@@ -31,10 +33,17 @@ class Hall:
     def enrol(self, pid: int) -> int:
         return self.council.enrol(Enrol(ProcessId("here", pid)), self.now)
 
-    def meet(self, member: int, steps: int = NOTHING, why: str = "", turn: int = 0) -> None:
+    def meet(
+        self,
+        member: int,
+        steps: int = NOTHING,
+        why: str = "",
+        turn: int = 0,
+        within: float = math.inf,
+    ) -> None:
         self.turn += 1
         turn = turn or self.turn
-        self.council.meet(member, Meet(HowFar(steps, why=why), turn), self.now)
+        self.council.meet(member, Meet(HowFar(steps, why=why), turn, within), self.now)
 
     def ready(self, member: int, trouble: str = "", culprit: int = -1) -> None:
         word = SaysReady(self.council.current.number, trouble, culprit)
@@ -285,6 +294,51 @@ def test_a_silent_member_is_fenced_and_given_up_if_no_agent_says_so() -> None:
     assert hall.council.gone == {1: "not heard of for 60 s"}
 
 
+def linger(within: float) -> Hall:
+    """Members 0 and 1 have lost member 3, and member 2 says that it lives, and does not come."""
+    hall = in_use(4)
+    hall.lose(3)
+    for member in (0, 1):
+        hall.meet(member, 5, "lost", within=within)
+    hall.council.take()
+    return hall
+
+
+def test_a_member_that_lives_and_does_not_come_is_ended_before_the_others_give_up() -> None:
+    hall = linger(within=600)
+    hall.pass_time(479)
+    assert hall.said(Fence) == []
+    hall.pass_time(1)
+    assert [fence.member for fence in hall.said(Fence)] == [2]
+    hall.council.heard_again(2)  # its heart beats
+    hall.pass_time(5)
+    assert hall.roster() == (0, 1)
+    assert hall.council.gone[2] == "others waited 480 s for it to come to their meeting"
+
+
+def test_a_member_that_comes_late_to_a_meeting_is_in_the_roster_if_nobody_has_ended_it() -> None:
+    hall = linger(within=600)
+    hall.pass_time(481)
+    hall.meet(2, 5, "late", within=600)
+    assert hall.roster() == (0, 1, 2)
+    hall.pass_time(1000)
+    assert 2 in hall.council.living
+
+
+def test_a_member_that_gives_up_goes_on_without_those_that_it_waited_for() -> None:
+    hall = linger(within=1)
+    hall.now += 1  # nobody has looked at the time
+    hall.council.withdraw(0, Withdraw(hall.council._meeting[0].turn), hall.now)
+    assert hall.roster() == (0, 1)
+
+
+def test_nobody_is_ended_for_a_wait_of_less_than_a_second() -> None:
+    hall = linger(within=0.5)
+    hall.pass_time(10)
+    assert hall.said(Fence) == []
+    assert 2 in hall.council.living
+
+
 def test_a_member_whose_connection_closed_may_come_back() -> None:
     hall = in_use(2)
     hall.council.disconnected(1, hall.now)
@@ -300,7 +354,7 @@ def test_a_member_whose_connection_closed_may_come_back() -> None:
 def test_one_that_waits_no_longer_hears_for_whom_it_waited() -> None:
     hall = in_use(2)
     hall.meet(0, 1, "lost", turn=70)
-    hall.council.withdraw(0, Withdraw(70))
+    hall.council.withdraw(0, Withdraw(70), hall.now)
     (word,) = hall.said(Refused, to=0)
     assert word.turn == 70
     assert "member 1 (process 1 on here)" in word.why

@@ -39,6 +39,8 @@ from .words import (
 
 AGENTS = -1  # whom a word is for: all agents
 NO_ROSTER = Roster(0, (), ())
+_LATE = 0.8  # of the time that members wait for others, after which those are ended
+_SHORTEST = 1.0  # seconds; nobody is ended for less
 UNKNOWN = ProcessId("", 0)  # of a member that others remember, and that has not come back yet
 
 
@@ -79,7 +81,8 @@ class Living:
     heard: bool = False  # it has said so itself, to this council
     steps: int = NOTHING
     turn: int = 0  # of the last meeting that it was given a roster for
-    gone_at: float = inf  # unless it is heard of
+    lingers: bool = False  # it is heard of, and does not come to a meeting in time
+    gone_at: float = inf  # unless it is heard of; one that lingers must come
     gone_why: str = ""
 
 
@@ -100,6 +103,7 @@ class Council:
         self._ready: set[int] = set()
         self._reasons: dict[int, str] = {}  # for giving the current roster up
         self._give_up_at = inf
+        self._late_at = inf  # members that live and do not come to a meeting are ended then
         self._held_since = inf  # a decision, for want of members
         self._held_until = inf
         self._remember_until = now + rules.return_within if last_roster else inf
@@ -186,7 +190,8 @@ class Council:
         member = self.enlist("") if word.member is None else word.member
         living = self.living.setdefault(member, Living(word.process))
         living.process = word.process
-        living.heard, living.gone_at = True, inf
+        living.heard = True
+        self.heard_again(member)
         self._tell(member, Enrolled(member))
         if word.roster is not None:
             self._remember(member, word.roster, word.in_use, now)
@@ -227,7 +232,7 @@ class Council:
 
     def heard_again(self, member: int) -> None:
         """A member that was silent is not."""
-        if member in self.living:
+        if member in self.living and not self.living[member].lingers:
             self.living[member].gone_at = inf
 
     def lose(self, member: int, why: str, now: float) -> None:
@@ -287,6 +292,9 @@ class Council:
             return
         self.living[member].steps = word.how_far.steps
         self._meeting[member] = word
+        self.living[member].lingers, self.living[member].gone_at = False, inf
+        if member in self.current.members and word.within >= _SHORTEST:
+            self._late_at = min(self._late_at, now + _LATE * word.within)
         if member not in self.current.members:
             self._announce_newcomers()
         elif word.how_far.why or self.phase is RosterPhase.OPENING:
@@ -304,8 +312,12 @@ class Council:
             change = RosterChange("lost", dict(self._reasons), self.current.number)
             self._tell(member, Changed(change))
 
-    def withdraw(self, member: int, word: Withdraw) -> None:
-        """A member waits no longer; it hears for whom it waited."""
+    def withdraw(self, member: int, word: Withdraw, now: float) -> None:
+        """A member waits no longer; it hears for whom it waited, or goes on without them."""
+        if self._late_at <= now:
+            self._end_lingerers(now)
+        for late in [m for m in self._missing() if self.living[m].lingers]:
+            self.lose(late, self.living[late].gone_why, now)
         if member in self._meeting and self._meeting[member].turn == word.turn:
             why = self.awaited()
             del self._meeting[member]
@@ -341,13 +353,15 @@ class Council:
             self._unseen_until = -inf
         if self._give_up_at <= now:
             self._give_up(self._reasons)
+        if self._late_at <= now:
+            self._end_lingerers(now)
         if self._remember_until <= now:
             self._remember_until = inf
         self._decide(now)
 
     def next_time(self) -> float:
         """Say when :meth:`time` has to be called, if nothing else happens before; may be inf."""
-        times = [self._give_up_at, self._held_until, self._remember_until]
+        times = [self._give_up_at, self._held_until, self._remember_until, self._late_at]
         if self._unseen_until > -inf:
             times.append(self._unseen_until)
         return min(times + [living.gone_at for living in self.living.values()])
@@ -415,10 +429,21 @@ class Council:
         self.current = Roster(self.last_roster, tuple(members), how_far, gone)
         self.phase = RosterPhase.OPENING
         self._ready, self._reasons = set(), {}
-        self._give_up_at = now + self.rules.opening
+        self._give_up_at, self._late_at = now + self.rules.opening, inf
         for member, word in zip(members, words, strict=True):
             self.living[member].turn = word.turn
             self._tell(member, Decided(self.current, word.turn))
+
+    def _end_lingerers(self, now: float) -> None:
+        """End members that live and have not come, before those that wait for them give up."""
+        self._late_at = inf
+        waited = min((word.within for word in self._meeting.values()), default=inf)
+        for member in self._missing():
+            self.living[member].lingers = True
+            why = f"others waited {_LATE * waited:.0f} s for it to come to their meeting"
+            self._out.append((AGENTS, Fence(member, why)))
+            soon = min(self.rules.fence_within, (1 - _LATE) * waited / 2)
+            self._overdue(member, now + soon, why)
 
     def _open(self, now: float) -> None:
         """Let all use the current roster once each of them said that it can."""

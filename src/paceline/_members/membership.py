@@ -85,7 +85,7 @@ class Membership(ABC):
         with self._lock:
             self._raise_if_over()
             self._turn += 1
-            word = self._meeting = Meet(how_far, self._turn)
+            word = self._meeting = Meet(how_far, self._turn, timeout)
             self._answers.pop("meet", None)
         self._say(word)
         answer = self._answer_to("meet", timeout) or self._give_up_meeting(word)

@@ -402,6 +402,6 @@ def hear_member(council: Council, member: int, word: FromMember, now: float) -> 
         case Leave():
             council.leave(member, word, now)
         case Withdraw():
-            council.withdraw(member, word)
+            council.withdraw(member, word, now)
         case Enrol():
             raise TypeError("a member enrols once")

@@ -6,6 +6,8 @@ that comes back is ever anything else.
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from .roster import HowFar, Roster, RosterChange
@@ -38,6 +40,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
 
     how_far: HowFar
     turn: int
+    within: float = inf  # seconds; then it would give up
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
