@@ -51,7 +51,7 @@ def fetch(store: Store, keys: Sequence[str], rank: int, clock: Clock) -> list[by
             "or give new_group a longer timeout.",
             rank,
         ) from error
-    if store.has_extended_api():  # one question instead of one for each rank
+    if store.has_extended_api():  # type: ignore[attr-defined]  # one question, not one a rank
         return list(store.multi_get(list(keys)))
     return [store.get(key) for key in keys]
 
