@@ -16,6 +16,7 @@ from paceline.data import ShardedLoader
 from paceline.errors import ModuleArgumentError, PeerError
 from paceline.groups import Group
 from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.ddp.ranks import seeded
 
 SHARDS = 4
 
@@ -41,8 +42,8 @@ def samples() -> TensorDataset:
 
 
 def wrapped(group: Group, shards: int | None = SHARDS) -> Any:
-    torch.manual_seed(0)
-    return paceline.DistributedDataParallel(Net(), process_group=group, shards=shards)
+    # Not by torch.manual_seed alone: ranks that are threads share its generator.
+    return paceline.DistributedDataParallel(seeded(Net), process_group=group, shards=shards)
 
 
 def trained(
