@@ -13,6 +13,7 @@ class Echo:
         self.path = path
         self.heard = bytearray()
         self.came = 0
+        self._one_came = threading.Condition()
         self._door = bind_private(path)
         self._talks: list[socket.socket] = []
         threading.Thread(target=self._serve, daemon=True).start()
@@ -23,9 +24,16 @@ class Echo:
                 talk = self._door.accept()[0]
             except OSError:
                 return
-            self.came += 1
+            with self._one_came:
+                self.came += 1
+                self._one_came.notify_all()
             self._talks.append(talk)
             threading.Thread(target=self._answer, args=(talk,), daemon=True).start()
+
+    def waits_for(self, count: int) -> bool:
+        """Whether so many come, or have come; a porter welcomes callers before they are here."""
+        with self._one_came:
+            return self._one_came.wait_for(lambda: self.came >= count, 60)
 
     def _answer(self, talk: socket.socket) -> None:
         try:

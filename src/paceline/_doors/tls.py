@@ -18,6 +18,7 @@ from .certificates import AGENT, Identity
 WELCOME = b"\x06"
 BACKLOG = 512
 PAUSE = 0.02  # seconds before it is tried again
+HEARINGS = 5  # a host that hangs up on so many certificates of this one has refused it
 HUNG_UP = (ssl.SSLEOFError, ConnectionResetError, BrokenPipeError)
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),  # seconds without a word, until it is asked whether it is there
@@ -55,26 +56,32 @@ def connect(
     """
     until = time.monotonic() + timeout
     context = calling(identity, service)
+    hearings = 0
     while True:
         plain = socket.create_connection(address, _left(until))
         try:
             talk = _shake_hands(plain, context, name, until)
-            break
+            hearings += 1
+            _await_welcome(talk, until)
+            return talk
         except HUNG_UP as error:  # for the crowd at its door, maybe
-            if time.monotonic() + PAUSE > until:
+            if hearings == HEARINGS or time.monotonic() + PAUSE > until:
                 raise explain(error, _shown(address)) from None
             time.sleep(PAUSE)
         except (OSError, ValueError) as error:
             raise explain(error, _shown(address)) from None
+
+
+def _await_welcome(talk: ssl.SSLSocket, until: float) -> None:
+    """Until the other side has looked at the certificate of this one; it may hang up before."""
     try:
         talk.settimeout(_left(until))
         if talk.recv(1) != WELCOME:
             raise ConnectionResetError("it hung up")
         talk.settimeout(None)
-    except (OSError, ValueError) as error:
+    except BaseException:
         talk.close()
-        raise explain(error, _shown(address)) from None
-    return talk
+        raise
 
 
 def _shake_hands(
