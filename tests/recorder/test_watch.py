@@ -150,6 +150,29 @@ def test_what_comes_in_time_is_not_explained(capfd: pytest.CaptureFixture[str]) 
     assert "paceline:" not in capfd.readouterr().err
 
 
+def test_a_store_that_is_busy_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a TCPStore is while a thread waits in it."""
+    busy, free = threading.Event(), threading.Event()
+
+    def wait(*_given: object) -> None:
+        busy.set()
+        assert free.wait(DEADLINE)
+
+    def one_rank(group: Group) -> None:
+        if group.rank() == 0:
+            assert busy.wait(DEADLINE)
+            looking = threading.Thread(target=watch.look)
+            looking.start()
+            looking.join(DEADLINE / 2)
+            stuck = looking.is_alive()
+            free.set()
+            assert not stuck
+        group.barrier()
+
+    monkeypatch.setattr(watch.peers, "look_up", wait)
+    run_ranks(2, one_rank, deadline=DEADLINE)
+
+
 def test_the_warning_time_is_ten_seconds_or_what_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Watch().warning_time() == WARN_AFTER == 10
     monkeypatch.setenv("PACELINE_WARN_AFTER", "2.5")

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
@@ -82,6 +83,7 @@ class Peers:
         self._known: dict[int, dict[int, Address]] = {}  # by board, then by rank
         self._turns: dict[int, int] = {}
         self._stores: dict[int, Any] = {}  # of groups whose ranks are not all known yet
+        self._lookups: dict[int, Future[None]] = {}  # under way, or the last one, by board
         self.farewells: dict[int, dict[int, Account]] = {}  # the same
         self._heard: dict[int, dict[int, list[Told]]] = {}  # the same
         self._announced: dict[int, set[object]] = {}  # kinds of calls, by board
@@ -117,8 +119,11 @@ class Peers:
         with somebody who waits in it, and this rank must not.
         """
         if seconds and not self.complete(board):
+            lookup = self._lookups.get(board.number)
+            if lookup is None or lookup.done():
+                lookup = self._lookups[board.number] = in_thread(self.look_up, board)
             with contextlib.suppress(Exception):
-                in_thread(self.look_up, board).result(seconds)
+                lookup.result(seconds)
         return dict(self._known.get(board.number, {}))
 
     def look_up(self, board: events.Board) -> None:
@@ -143,7 +148,7 @@ class Peers:
 
     def forget_old(self) -> None:
         """Let go of boards that are no more."""
-        tables: list[dict[int, Any]] = [self._known, self._turns, self._stores]
+        tables: list[dict[int, Any]] = [self._known, self._turns, self._stores, self._lookups]
         for table in (*tables, self.farewells, self._heard, self._announced, self._latest):
             for number in set(table) - events.boards.keys():
                 table.pop(number, None)

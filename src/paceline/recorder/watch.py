@@ -40,6 +40,7 @@ WARN_AFTER = 10.0  # seconds
 TIMES_THE_USUAL = 5
 LAST_LOOK = 0.5  # seconds that the end of a group waits for the thread's
 AT_EXIT = 2.0  # the same, of the process
+LOOKING_UP = 0.1  # for the addresses of a group's ranks: its store may be busy for long
 PATIENT = 6  # so many times the warning time, when nobody seems to be missing
 _VARIABLE = "PACELINE_WARN_AFTER"
 
@@ -178,7 +179,7 @@ class Watch:
 
     def _all_known(self, board: events.Board) -> bool:
         """Whether there is nothing more to find out about a board's peers."""
-        self.peers.look_up(board)
+        self.peers.known(board, LOOKING_UP)
         return not _alive(board) or self.peers.complete(board)
 
     def _consider(self, entry: events.Entry) -> None:
