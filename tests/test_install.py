@@ -257,7 +257,7 @@ def test_a_class_derived_from_torchs_before_is_named_in_a_warning() -> None:
         pass
 
     with pytest.warns(
-        UserWarning, match=r"install\(\) came late: classes derived .*Derived\) stay"
+        UserWarning, match=r"install\(\) was called late: classes derived .*Derived\) stay"
     ):
         paceline.install()
     del Derived

@@ -186,7 +186,7 @@ def test_a_flipped_bit_is_named_and_the_majoritys_state_given_again(
         ranks.start(at(3, "end", flip(grip, 1), 1), prepare=grip.of(number), check_every=2)
     with caplog.at_level(logging.ERROR):
         ends = survivors(ranks.wait())
-    assert "after 4 steps the state of rank 1 is not that of the others" in caplog.text
+    assert "after 4 steps the state of rank 1 differs from the others" in caplog.text
     for end in ends:
         require_equal(end, undisturbed())
 

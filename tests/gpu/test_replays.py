@@ -233,7 +233,7 @@ def test_a_failure_elsewhere_is_raised_and_nothing_was_stepped(scene: Scene) -> 
 def test_ranks_have_graphs_only_if_they_are_asked_for(scene: Scene) -> None:
     ddp = wrapped(scene)
     assert train_step(ddp, adamw(ddp), loss_of).replays is None
-    with pytest.raises(NotCapturedError, match="only what Inductor compiles"):
+    with pytest.raises(NotCapturedError, match="only code compiled by Inductor"):
         train_step(ddp, adamw(ddp), loss_of, graph=True, backend="aot_eager")
 
 
