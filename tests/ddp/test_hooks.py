@@ -293,8 +293,14 @@ def _train_with_power(meeting: Meeting, backend: str) -> list[Grads]:
         found.append(grads(ddp))
     if backend != "stock gloo":
         group.shutdown()
+    _kept.append(world)
     dist.destroy_process_group()
     return found
+
+
+# A group whose last holder is a callback of torch's hook ends on a thread of its own, which then
+# waits for itself: gloo ends the process. So it is held until the process ends.
+_kept: list[Any] = []
 
 
 @pytest.mark.skipif(

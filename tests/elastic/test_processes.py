@@ -113,7 +113,7 @@ def a_rank_of_five(meeting: Meeting, path: str, backend: str, deaths: dict[int, 
 
 
 @needs_shm
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_processes_that_are_killed_change_no_bit(backend: str, tmp_path: Path) -> None:
     deaths = {0: (2, "shard"), 1: (5, "averages"), 2: (7, "begin")}
     with keeper(tmp_path, first=3, most=3) as path:

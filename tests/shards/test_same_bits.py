@@ -105,7 +105,7 @@ def one_part(meeting: Meeting, run: Run, path: str, first: int, last: int) -> di
         group.shutdown()
 
 
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("zero", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_that_goes_on_on_fewer_ranks_is_the_run_on_one(tmp_path: Any, zero: bool) -> None:
     parts = ("dropout", "batchnorm", "branches")
     run = Run(shards=6, parts=parts, optimizer="AdamW", zero=zero, steps=6, tokens=True)
