@@ -51,6 +51,7 @@ def test_the_plain_loop_learns_the_same_on_any_number_of_ranks(plain: list[str])
     assert float(plain[-1]) < 0.1
 
 
+@pytest.mark.slow  # tests/shards has the same, and more of it
 def test_the_same_bits_come_out_on_one_two_and_three_ranks() -> None:
     said = [on_ranks(n, "examples/same_bits.py", "--steps", "4") for n in (1, 2, 3)]
     found = [re.fullmatch(r"(\d) ranks?: digest (\w{16}), .*", *lines) for lines in said]

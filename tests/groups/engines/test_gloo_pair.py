@@ -54,7 +54,10 @@ def _check_moves(group: Group, rank: int, dtype: torch.dtype) -> None:
             assert_close(taken, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16],
+)
 @pytest.mark.parametrize("average", [False, True])
 def test_sums_and_means_are_right_at_every_size(dtype: torch.dtype, average: bool) -> None:
     first, second = tensors(0, dtype), tensors(1, dtype)
