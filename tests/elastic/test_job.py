@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -127,9 +128,16 @@ def test_random_kills_and_newcomers_change_no_bit() -> None:
 def test_one_that_is_killed_in_the_middle_of_a_copy_changes_no_bit(who: str) -> None:
     ranks = Ranks(3)
     copies: list[int] = []
+    has_come = threading.Event()
+
+    def come(**_: object) -> None:
+        has_come.set()
 
     def kill_in_copy(member: int) -> Callable[..., None]:
         def prepare(group: Group, **_: object) -> None:
+            if member == 3:
+                has_come.set()
+
             def before(call: Call) -> None:
                 large = call.kind == "broadcast" and call.nbytes > 1000
                 copies.append(member) if large and len(ranks.outcomes) > 3 else None
@@ -144,19 +152,20 @@ def test_one_that_is_killed_in_the_middle_of_a_copy_changes_no_bit(who: str) -> 
     def of(member: int) -> Moment:
         def moment(now: elastic.JobStep, shards: int, place: str) -> None:
             if (member, now.number, place) == (1, 2, "begin"):
-                more = {} if who == "source" else {"prepare": kill_in_copy(3)}
-                ranks.start(seed=9, **more)
+                more = {"prepare": come if who == "source" else kill_in_copy(3)}
+                ranks.start(seed=9, epochs=4, **more)
+                assert has_come.wait(60)  # before the others are done without it
 
         return moment
 
     for number in range(3):
         sender = number == 0 and who == "source"
-        ranks.start(of, **({"prepare": kill_in_copy(number)} if sender else {}))
+        ranks.start(of, epochs=4, **({"prepare": kill_in_copy(number)} if sender else {}))
     ends = survivors(ranks.wait())
     assert len(ends) == 3
     assert copies
     for end in ends:
-        require_equal(end, undisturbed())
+        require_equal(end, undisturbed(4))
 
 
 def test_two_are_killed_at_once_and_one_during_the_recovery() -> None:
