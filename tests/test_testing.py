@@ -220,11 +220,11 @@ def one_hangs(meeting: Meeting) -> str:
 def test_a_hung_rank_is_killed_at_the_deadline_and_its_stack_shown() -> None:
     spawn_ranks(1, scale, 1)  # the server's start does not count
     start = time.monotonic()
-    error = failures(2, one_hangs, deadline=0.5)
-    assert 0.5 <= time.monotonic() - start < 10.0
+    error = failures(2, one_hangs, deadline=5)
+    assert 5 <= time.monotonic() - start < 60
     ((rank, text),) = error.failures
     assert rank == 1
-    assert "still running after 0.5 s" in text
+    assert "still running after 5 s" in text
     assert "in hang" in text
     assert "in one_hangs" in text
 
@@ -247,7 +247,7 @@ def hang_at_exit(meeting: Meeting) -> None:
 
 
 def test_a_rank_that_returns_but_does_not_end_is_hung() -> None:
-    ((_, text),) = failures(1, hang_at_exit, deadline=0.5).failures
+    ((_, text),) = failures(1, hang_at_exit, deadline=5).failures
     assert "though its function had returned" in text
     assert "in hang" in text
 
@@ -372,7 +372,7 @@ def test_no_process_file_or_descriptor_is_left_behind(
     spawn_ranks(1, scale, 1)  # the server and its pipe stay
     before = children(), sorted(os.listdir("/proc/self/fd")), threading.active_count()
     with pytest.raises(error) if error else contextlib.nullcontext():
-        spawn_ranks(2, fn, deadline=0.5 if fn is one_hangs else 60.0)
+        spawn_ranks(2, fn, deadline=5 if fn is one_hangs else 60.0)
     assert (children(), sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
@@ -596,3 +596,14 @@ def test_a_cue_for_a_collective_that_does_not_exist_is_refused() -> None:
             fail_on_cue(group, when="later")
 
     run_ranks(1, one_rank)
+
+
+def given_port(meeting: Meeting) -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_ranks_are_given_a_port_that_the_system_gives_to_nobody_else() -> None:
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    (port, other) = spawn_ranks(2, given_port)
+    assert port == other
+    assert port < first_given

@@ -19,8 +19,9 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from paceline._doors import AGENT, Identity, JobKey, Porter, connect, listen
+from paceline._doors import AGENT, WELCOME, Identity, JobKey, Porter, connect, listen
 from paceline._doors.callers import CALLERS
+from paceline._doors.tls import HEARINGS
 from paceline.errors import StrangerError
 from tests.doors.echoes import Echo
 
@@ -183,6 +184,30 @@ def test_400_idle_sockets_keep_nobody_out(house, key) -> None:
         talk_to(address, key, "400 idle sockets")
     assert porter.strangers["too many"] >= 400 - CALLERS - 1
     assert echo.waits_for(1 + TALKS // 8)
+
+
+def hang_up(listener: socket.socket, key: JobKey, times: int) -> None:
+    """Be a host that hangs up so often after the handshake, then welcomes."""
+    for number in range(times + 1):
+        plain, _ = listener.accept()
+        with key.identity(AGENT).answering().wrap_socket(plain, server_side=True) as talk:
+            if number == times:
+                talk.sendall(WELCOME)
+
+
+@pytest.mark.parametrize("times", [HEARINGS - 1, HEARINGS])
+def test_a_caller_tries_again_after_a_hang_up_and_believes_the_last_one(key, times) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        host = threading.Thread(target=hang_up, args=(listener, key, times), daemon=True)
+        host.start()
+        address = listener.getsockname()[:2]
+        if times == HEARINGS:
+            refused(address, key.identity(AGENT), "the certificate of this host")
+            connect(address, key.identity(AGENT), "echo", 10).close()  # the host waits for one more
+        else:
+            connect(address, key.identity(AGENT), "echo", 10).close()
+        host.join(60)
+        assert not host.is_alive()
 
 
 def refused(address: Address, identity: Identity, reason: str) -> None:
