@@ -276,6 +276,7 @@ class HybridEngine:
         if (known := self._news.of_others(call, patience)) is not None:
             return known
         self._over.set()
+        self._news.ask()
         self._free()
         missing = [] if call.kind in ("send", "recv") else self._news.missing(self._size)
         at = (self._rank, call.kind, call.sequence)

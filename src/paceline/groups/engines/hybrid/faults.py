@@ -17,7 +17,8 @@ from ...engine import Call
 _T = TypeVar("_T")
 
 _SECONDS = 1.0  # how long the news may take; the store may be gone with the rank that had it
-_REPORTING = 0.5  # seconds that ranks have to say that they are here, once they are freed
+_REPORTING = 0.5  # seconds that the last rank has to say that it is here, once it is freed
+_ALL_REPORTING = 3.0  # the same while several have not: they cannot all be the one that is missing
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -59,21 +60,28 @@ class News:
         if call.kind not in ("send", "recv"):
             _within(_SECONDS, lambda: self._store.set(f"here/{self._rank}", "yes"))
 
+    def ask(self) -> None:
+        """Let the others know that one of them finds out who is missing, before they are freed."""
+        _within(_SECONDS, lambda: self._store.set("asking", "yes"))
+
     def missing(self, size: int) -> list[int]:
         """The ranks that do not say so, though nothing holds them any more; waits a moment."""
-        return _within(2 * _SECONDS, lambda: self._await_ranks(size)) or []
+        return _within(_ALL_REPORTING + _SECONDS, lambda: self._await_ranks(size)) or []
 
     def _await_ranks(self, size: int) -> list[int]:
         away = [rank for rank in range(size) if rank != self._rank]
-        until = time.monotonic() + _REPORTING
-        while away and time.monotonic() < until:
+        start = time.monotonic()
+        while away and time.monotonic() < start + (
+            _REPORTING if len(away) == 1 else _ALL_REPORTING
+        ):
             away = [rank for rank in away if not self._store.check([f"here/{rank}"])]
             time.sleep(0.005)
         return away
 
     def of_others(self, call: Call, seconds: float = _SECONDS) -> GroupError | None:
         """The fault that another rank wrote down, as the error of ``call`` here."""
-        if not (news := _within(seconds + _SECONDS, lambda: self._read(seconds))):
+        most = seconds + _ALL_REPORTING + 2 * _SECONDS
+        if not (news := _within(most, lambda: self._read(seconds))):
             return None
         note = _NOTES.decode(news)
         if note.reporter == self._rank:
@@ -86,10 +94,13 @@ class News:
         return PeerLeftError(*at, aborted=note.kind == "aborted")
 
     def _read(self, seconds: float) -> bytes:
-        until = time.monotonic() + seconds
+        """The first fault, if it is told within ``seconds``, or soon after a rank asks around."""
+        until, asking = time.monotonic() + seconds, False
         while time.monotonic() < until:
             if self._store.check(["first"]):
                 return bytes(self._store.get("first"))
+            if not asking and self._store.check(["asking"]):
+                asking, until = True, time.monotonic() + _ALL_REPORTING + _SECONDS
             time.sleep(0.005)
         return b""
 
