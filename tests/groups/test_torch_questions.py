@@ -109,7 +109,7 @@ def test_torchs_gather_single_takes_a_group_of_ours() -> None:
 
 def give_nan(meeting: Meeting) -> str:
     os.environ["TORCH_DIST_NAN_CHECK"] = "1"
-    open_in_torch(meeting)
+    group = open_in_torch(meeting)
     nan = torch.tensor([1.0, float("nan"), 2.0])
     clean = torch.zeros(3)
     dist.broadcast(clean if meeting.rank == 0 else nan.clone(), 0)  # only what the root gives
@@ -117,11 +117,15 @@ def give_nan(meeting: Meeting) -> str:
     with pytest.raises(NotANumberError) as caught:
         dist.all_reduce(nan)
     dist.all_reduce(clean)  # nobody had begun the other
+    part = group.split([1, 0])
+    assert part is not None
+    with pytest.raises(NotANumberError):
+        part.all_reduce(nan)
     dist.destroy_process_group()
     return str(caught.value)
 
 
-def test_torchs_check_for_nan_holds_for_our_groups() -> None:
+def test_torchs_check_for_nan_holds_for_our_groups_and_those_split_from_them() -> None:
     for rank, said in enumerate(spawn_ranks(2, give_nan)):
         assert f"rank {rank}: all_reduce: NaN found in input tensor, in 1 of 3 elements" in said
 

@@ -42,7 +42,7 @@ from .engines.around import engine_around
 from .lineage import Reopen
 from .options import GroupOptions
 from .strict import Checks
-from .torch_calls import TorchCalls
+from .torch_calls import TorchCalls, refuse_nan
 
 _HEARD = 0.5  # seconds for an engine that is aborted to end what runs on its device
 _ABORTED = 10.0  # seconds for the rest of it
@@ -65,7 +65,7 @@ class Group(TorchCalls):
     ) -> None:
         super().__init__(engine, rank, size, options, store, reopen, members)
         self._lock = threading.Lock()
-        self._registered = False
+        self._registered = self.refuses_nan = False
         self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._holders: OrderedDict[int, Callable[[], None]] = OrderedDict()
         if engine.capabilities.found_by_torch:
@@ -398,6 +398,8 @@ class Group(TorchCalls):
             members=members,
         )
         group.set_checks(self._checks)
+        if self.refuses_nan:
+            refuse_nan(group)
         return group
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:

@@ -134,7 +134,8 @@ class TorchCalls(Lineage):
 def refuse_nan(group: Group) -> None:
     """Check what this rank gives to each call of ``group``: ``TORCH_DIST_NAN_CHECK`` asks for it.
 
-    torch's own check hangs on hooks that are called for its engines alone.
+    torch's own check hangs on hooks that are called for its engines alone. Groups that are split or
+    merged from ``group`` are checked too.
     """
 
     def check(call: Call) -> None:
@@ -144,4 +145,5 @@ def refuse_nan(group: Group) -> None:
             if found := int(tensor.isnan().sum()):
                 raise NotANumberError(group.rank(), call.kind, found, tensor.numel())
 
+    group.refuses_nan = True
     group.register_hooks(before=check)
