@@ -111,6 +111,7 @@ def state(model: nn.Module) -> Weights:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05),
     "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=0.01),
+    "dampened": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, dampening=0.5),
     "adam": lambda params: torch.optim.Adam(params, 0.01),
     "adamw": lambda params: torch.optim.AdamW(params, 0.01, foreach=True),
 }

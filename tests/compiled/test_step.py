@@ -178,10 +178,28 @@ def test_parameters_that_nobody_used_are_left_alone() -> None:
         assert empty == [True, True]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-def test_parameters_that_another_rank_used_are_stepped_here_too(max_norm: float | None) -> None:
+@pytest.mark.parametrize("optimizer", ["momentum", "dampened", "adam", "adamw"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_not_used_in_a_step_keeps_its_state(ranks: int, optimizer: str) -> None:
     def one_rank(group: Group) -> Any:
-        pair = Pair(two(group), "branches", "adamw", max_norm=max_norm)
+        pair = Pair(two(group) if ranks == 2 else [group, group], "branches", optimizer)
+        for number in range(6):
+            inputs = (*batch(pair.rank, number), number % 3 != 1)
+            pair.step(*inputs)
+            pair.eager_step(*inputs)
+        return pair.states
+
+    for found, expected in run_ranks(ranks, one_rank):
+        assert_alike(found, expected, 1e-5 if "adam" in optimizer else 1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["dampened", "adamw"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_parameters_that_another_rank_used_are_stepped_here_too(
+    max_norm: float | None, optimizer: str
+) -> None:
+    def one_rank(group: Group) -> Any:
+        pair = Pair(two(group), "branches", optimizer, max_norm=max_norm)
         for number in range(4):
             inputs = (*batch(pair.rank, number), (number + pair.rank) % 2 == 0)
             pair.step(*inputs)

@@ -50,6 +50,7 @@ class Class:
     steps: Tensors  # the optimizer's count of steps of each; empty where it keeps none
     taken: float  # steps
     versions: int  # of the counts, when they were last read or written here
+    fresh: set[int]  # slots whose state was made for a step that they have not taken
 
     @property
     def key(self) -> tuple[Kind, tuple[int, ...]]:
@@ -77,13 +78,15 @@ def classes_of(optimizer: Optimizer, indices: dict[Tensor, int]) -> list[Class]:
     for index, group in enumerate(optimizer.param_groups):
         params = [p for p in group["params"] if p in indices]
         kind = _kind(optimizer, group)
+        new = {p for p in params if not optimizer.state[p]}
         by_steps: dict[float, list[Tensor]] = {}
         for param, taken in zip(params, _taken(optimizer, kind, group, params), strict=True):
             by_steps.setdefault(taken, []).append(param)
         for taken, members in by_steps.items():
             state = {n: [optimizer.state[p][n] for p in members] for n in _names(kind)}
             slots, steps = tuple(indices[p] for p in members), state.pop("step", [])
-            found.append(Class(kind, index, slots, state, steps, taken, _versions(steps)))
+            fresh = {indices[p] for p in members if p in new}
+            found.append(Class(kind, index, slots, state, steps, taken, _versions(steps), fresh))
     return found
 
 
@@ -189,6 +192,7 @@ def idle(kind: Kind) -> list[float]:
 def count_step(classes: Sequence[Class], used: Sequence[bool]) -> None:
     """One more step, of the parameters that were used."""
     for found in classes:
+        found.fresh -= {slot for slot in found.fresh if used[slot]}
         stepped = [s for slot, s in zip(found.slots, found.steps, strict=False) if used[slot]]
         if stepped:
             foreach.add_(stepped, 1.0)
@@ -202,9 +206,8 @@ def forget_unused(
 ) -> None:
     """Drop the state that was made for parameters that have never taken a step."""
     for found in classes:
-        for at, slot in enumerate(found.slots):
-            fresh = not found.steps or not found.steps[at]
-            if found.state and not used[slot] and fresh:
+        for slot in found.fresh:
+            if not used[slot]:
                 optimizer.state.pop(params[slot], None)
 
 
