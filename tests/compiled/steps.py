@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 import paceline
 from paceline.compiled import Step, train_step
@@ -161,6 +162,53 @@ class Pair:
     def states(self) -> tuple[Weights, Weights]:
         """Of the compiled model and of the eager one."""
         return state(self.ddp.module), state(self.eager.module)
+
+
+STEPS, BAD = 8, (0, 3, 4)  # of a Scaled: in the bad ones rank 1 has infinite gradients
+
+
+def scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+
+
+def inputs_of(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(rank, number)
+    return (x, y * 1e38) if number in BAD and rank == 1 else (x, y)
+
+
+class Scaled(Pair):
+    """A pair whose halves have a scaler each."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.own, self.other = scaler(), scaler()
+        super().__init__(*arguments, scaler=self.own, **options)
+
+    def eager_scaled(
+        self, *inputs: Any, max_norm: float | None = None, last: bool = True
+    ) -> Tensor:
+        """What a user writes without us."""
+        loss = loss_of(self.eager, *inputs)
+        scaled: Any = self.other.scale(loss)
+        scaled.backward()
+        if last:
+            self.other.unscale_(self.eager_optimizer)
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(self.eager.parameters(), max_norm)
+            self.other.step(self.eager_optimizer)
+            self.other.update()
+        return loss.detach()
+
+    def train(self, max_norm: float | None = None) -> list[float]:
+        """All steps; returns the scale before each."""
+        scales = []
+        for number in range(STEPS):
+            scales.append(self.own.get_scale())
+            assert self.other.get_scale() == scales[-1]
+            inputs = inputs_of(self.rank, number)
+            self.step(*inputs)
+            self.eager_optimizer.zero_grad()
+            self.eager_scaled(*inputs, max_norm=max_norm)
+        return scales
 
 
 def assert_alike(found: Weights, expected: Weights, tolerance: float = 1e-6) -> None:

@@ -19,7 +19,7 @@ from paceline.testing import Meeting, spawn_ranks
 
 from .marks import needs_compiler
 from .ranks import Open, Opener, Results, Row, check, launch
-from .steps import Pair, assert_alike, batch, loss_of, state, torch_ddp_states
+from .steps import Pair, Scaled, assert_alike, batch, loss_of, state, torch_ddp_states
 
 ROWS: dict[str, Row] = {}
 
@@ -130,6 +130,15 @@ def autocast(open_: Open) -> None:
         plain.eager_step(*batch(plain.rank, number))
     own, other = pair.states[0], plain.states[1]
     assert any(not torch.equal(own[name], other[name]) for name in own)
+
+
+@row
+def a_gradient_scaler(open_: Open) -> None:
+    """A step that is skipped, and other scales, are the same graph."""
+    pair = Scaled([open_(), open_()], optimizer="adamw", **counted(max_norm=0.1))
+    pair.train(max_norm=0.1)
+    compare(pair, 1e-5)
+    assert graphs(pair) == 1
 
 
 @row

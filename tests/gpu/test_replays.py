@@ -180,6 +180,26 @@ def test_so_have_steps_that_do_more(scene: Scene, options: dict[str, Any]) -> No
 
 
 @on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_scaler_skips_the_same_steps_in_replays(scene: Scene) -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=2)  # far too much
+    start, scales = scaler.state_dict(), list[float]()
+
+    def loop(scene: Scene, step: Step) -> list[Tensor]:
+        scaler.load_state_dict(start)
+        losses = []
+        for number in range(2 * STEPS):
+            losses.append(step(batch(scene, number)))
+            scales.append(scaler.get_scale())
+        return losses
+
+    step = train_twice(scene, loop, scaler=scaler, autocast=torch.float16)
+    plain, replayed = scales[: 2 * STEPS], scales[2 * STEPS :]
+    assert replayed == plain
+    assert replayed[-1] < replayed[STEPS // 2]  # replays were skipped
+    scene.assert_same_bits(list(step.ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
 def test_dropout_is_another_one_in_each_replay(scene: Scene) -> None:
     ddp = wrapped(scene)
     step = train_step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), loss_of, graph=True)

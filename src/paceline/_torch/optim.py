@@ -22,6 +22,22 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
+    """The scale, a tensor that the scaler changes in place; the first caller names its device."""
+    if scaler._scale is None:
+        scaler.scale(torch.zeros((), device=device))  # makes it
+    assert scaler._scale is not None
+    return scaler._scale
+
+
+def found_by_graph(scaler: torch.amp.GradScaler, optimizer: Optimizer, found: Tensor) -> None:
+    """Tell a scaler whether gradients were not finite that it did not divide itself.
+
+    Without that, ``scaler.update()`` raises an error.
+    """
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+
+
 class OpenGradScaler(torch.amp.GradScaler):
     """torch's GradScaler, with a public name for the method that a subclass overrides."""
 

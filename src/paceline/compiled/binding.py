@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from . import program, updates
 from .program import AveragePlace, Loss, StepLayout
+from .scaling import Scaling
 from .settings import Settings
 from .wire import Wire
 
@@ -29,6 +30,7 @@ class Binding:
     def __init__(self, wire: Wire, optimizer: Optimizer, loss_fn: Loss, settings: Settings) -> None:
         self._wire, self._optimizer = wire, optimizer
         self._loss_fn, self._settings = loss_fn, settings
+        self.scaling = Scaling(settings.scaler)
         self.unfit = updates.why_not(optimizer)  # why the optimizer is no part of the graph
         self.params: list[Tensor] = []  # by slot: the reducer's, then others of the optimizer
         self.classes: list[updates.Class] = []
@@ -59,6 +61,7 @@ class Binding:
             self._wire.buffers() if self.layout.launches else [],
             self._wire.number,
             self._trouble(),
+            self.scale,
             self._held(),
             [found.state for found in self.classes],
             self._hyperparameters(),
@@ -78,7 +81,14 @@ class Binding:
         state = (t for found in self.classes for tensors in found.state.values() for t in tensors)
         reducer = self._wire.reducer
         buckets = [bucket.buffer for bucket in reducer.buckets] if reducer.averages else []
-        return [*self.params, *state, *self._wire.module.buffers(), *buckets, self._trouble()]
+        scale = [] if self.scale is None else [self.scale]
+        buffers = self._wire.module.buffers()
+        return [*self.params, *state, *buffers, *buckets, *scale, self._trouble()]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale of the step's scaler, if it has one."""
+        return self.scaling.scale(self.params[0].device)
 
     def _trouble(self) -> Tensor:
         device = self.params[0].device
@@ -161,5 +171,6 @@ class Binding:
             classes=tuple(found.key for found in self.classes),
             max_norm=None if self.unfit else self._settings.max_norm,
             autocast=self._settings.autocast,
+            unscales=bool(self.scaling) and not self.unfit,
             keep=self._settings.keep_grads or bool(self.unfit),
         )

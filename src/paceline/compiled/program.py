@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import updates
+from . import scaling, updates
 from .updates import Kind, Tensors
 
 Loss = Callable[..., Tensor]
@@ -46,6 +46,7 @@ class StepLayout:
     classes: tuple[tuple[Kind, tuple[int, ...]], ...]  # who is updated how, by slot
     max_norm: float | None
     autocast: torch.dtype | None
+    unscales: bool  # a scaler's scale is taken out of the averages
     keep: bool  # gradients that are not averaged are returned
 
 
@@ -54,11 +55,12 @@ def write(
 ) -> Callable[..., Any]:
     """The function of a whole step: forward, backward, averages, clipping and update.
 
-    It takes the buckets' memory, the wire, memory for whether a rank was in trouble, gradients that
-    were gathered and are not averaged, by slot, the classes' state, hyperparameters (a row for each
-    class, and then those of a step that changes nothing), and the batch. It returns the loss, the
-    norm of all gradients if they are clipped, those gradients that are not averaged, and for each
-    slot whether this rank's graph reached the parameter.
+    It takes the buckets' memory, the wire, memory for whether a rank was in trouble, a scaler's
+    scale or None, gradients that were gathered and are not averaged, by slot, the classes' state,
+    hyperparameters (a row for each class, and then those of a step that changes nothing), and the
+    batch. It returns the loss, the norm of all gradients if they are clipped, those gradients that
+    are not averaged, for each slot whether this rank's graph reached the parameter, and whether a
+    scaled gradient was not finite.
     """
     differentiate = _backward_of(module, loss_fn, params, layout.autocast)
 
@@ -66,20 +68,25 @@ def write(
         buffers: Tensors,
         wire: Tensor,
         trouble: Tensor,
+        scale: Tensor | None,
         held: list[Tensor | None],
         states: list[dict[str, Tensors]],
         hyperparameters: Tensor,
         *batch: Any,
     ) -> tuple[Any, ...]:
-        loss, fresh = differentiate(*batch)
+        loss, fresh = differentiate(scale, *batch)
         local = [_sum(grad, held[slot]) if held else grad for slot, grad in enumerate(fresh)]
-        grads, rows = list(local), hyperparameters
+        grads, rows, norm, found = list(local), hyperparameters, None, None
         if layout.launches:
             grads = _averaged(layout, buffers, wire, trouble, local)
-            rows = _unless_in_trouble(trouble, hyperparameters) if layout.classes else rows
-        norm = None
+        if layout.unscales and scale is not None:
+            found = _unscale(grads, scale)
         if layout.max_norm is not None:
             norm = _clip(grads, layout.max_norm)
+        if found is not None:
+            _replace(grads, lambda those: [torch.where(found > 0, 0.0, g) for g in those])
+        if layout.classes:
+            rows = _unless_in_vain(trouble if layout.launches else None, found, hyperparameters)
         for row, (kind, slots) in enumerate(layout.classes):
             _update(kind, slots, params, grads, local, states[row], rows[row])
         used = tuple([grad is not None for grad in local])
@@ -87,7 +94,7 @@ def write(
             grad if place is None else None
             for grad, place in zip(local, layout.places, strict=True)
         ]
-        return loss, norm, kept if layout.keep else [], used
+        return loss, norm, kept if layout.keep else [], used, found
 
     return _its_own(whole)
 
@@ -95,11 +102,14 @@ def write(
 def write_gathering(
     module: nn.Module, loss_fn: Loss, params: Tensors, autocast: torch.dtype | None
 ) -> Callable[..., Any]:
-    """The function of a step that only gathers: the loss, and this rank's gradients."""
+    """The function of a step that only gathers: the loss, and this rank's gradients.
+
+    It takes a scaler's scale or None, and the batch.
+    """
     differentiate = _backward_of(module, loss_fn, params, autocast)
 
-    def gathering(*batch: Any) -> tuple[Any, ...]:
-        loss, local = differentiate(*batch)
+    def gathering(scale: Tensor | None, *batch: Any) -> tuple[Any, ...]:
+        loss, local = differentiate(scale, *batch)
         return loss, list(local)
 
     return _its_own(gathering)
@@ -117,11 +127,14 @@ def _backward_of(
 ) -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]:
     device = params[0].device.type
 
-    def differentiate(*batch: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def differentiate(
+        scale: Tensor | None, *batch: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         with torch.enable_grad():
             with casting(device, autocast):
                 loss = loss_fn(module, *batch)
-            grads = torch.autograd.grad(loss, params, allow_unused=True)
+            scaled = loss if scale is None else loss * scale
+            grads = torch.autograd.grad(scaled, params, allow_unused=True)
         return loss.detach(), grads
 
     return differentiate
@@ -156,22 +169,51 @@ def _averaged(
     ]
 
 
-def _unless_in_trouble(trouble: Tensor, rows: Tensor) -> Tensor:
-    """The first half of ``rows``; where a rank was in trouble the second, which changes nothing.
+def _unless_in_vain(trouble: Tensor | None, found: Tensor | None, rows: Tensor) -> Tensor:
+    """The first half of ``rows``; the second, which changes nothing, where nothing may change.
 
-    A device gets there before the host knows, and half a gradient must not be stepped with.
+    That is where a rank was in trouble: a device gets there before the host knows, and half a
+    gradient must not be stepped with. And where a scaled gradient was not finite.
     """
+    reasons = [told for told in (trouble, found) if told is not None]
+    if not reasons:
+        return rows
     usual, idle = rows.chunk(2)
-    return torch.where((trouble > 0).any(), idle, usual)
+    return torch.where(torch.cat([told.flatten() for told in reasons]).gt(0).any(), idle, usual)
+
+
+def _replace(grads: list[Tensor | None], change: Callable[[Tensors], Tensors]) -> None:
+    """Put what ``change`` makes of the gradients in their places."""
+    slots = [slot for slot, grad in enumerate(grads) if grad is not None]
+    changed = change([grads[slot] for slot in slots])  # type: ignore[misc]
+    for slot, grad in zip(slots, changed, strict=True):
+        grads[slot] = grad
 
 
 def _clip(grads: list[Tensor | None], max_norm: float) -> Tensor:
     """Scale them down in the list."""
-    slots = [slot for slot, grad in enumerate(grads) if grad is not None]
-    clipped, norm = updates.clip([grads[slot] for slot in slots], max_norm)  # type: ignore[misc]
-    for slot, grad in zip(slots, clipped, strict=True):
-        grads[slot] = grad
-    return norm
+    norms: Tensors = []
+
+    def clip(those: Tensors) -> Tensors:
+        clipped, norm = updates.clip(those, max_norm)
+        norms.append(norm)
+        return clipped
+
+    _replace(grads, clip)
+    return norms[0]
+
+
+def _unscale(grads: list[Tensor | None], scale: Tensor) -> Tensor:
+    """Divide them in the list; returns 1 if one of them is not finite, else 0."""
+    found: Tensors = []
+
+    def divide(those: Tensors) -> Tensors:
+        divided, mark = scaling.divide(those, scale)
+        found.append(mark)
+        return divided
+
+    _replace(grads, divide)
+    return found[0]
 
 
 def _update(

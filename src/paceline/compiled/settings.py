@@ -18,16 +18,19 @@ class Settings:
     """How a step is compiled: the options of :func:`train_step`.
 
     ``max_norm`` clips gradients to that norm. ``accumulate`` calls make one step of the optimizer.
-    ``autocast`` is the dtype of the forward pass. With ``keep_grads``, ``.grad`` holds the averages
-    after a step, before clipping. With ``fullgraph``, a step that cannot be traced raises an error;
-    otherwise it runs in eager mode. ``dynamic``, ``backend`` and ``options`` are those of
-    ``torch.compile``. ``graph`` captures each step in a CUDA graph; None does so on one rank if it
-    is faster. ``compile_timeout`` is how long ranks wait while another rank compiles.
+    ``autocast`` is the dtype of the forward pass. With a ``scaler`` (``torch.amp.GradScaler``) the
+    loss is scaled, nothing is updated if a gradient is not finite, and the scale is updated. With
+    ``keep_grads``, ``.grad`` holds the averages after a step, before clipping. With ``fullgraph``,
+    a step that cannot be traced raises an error; otherwise it runs in eager mode. ``dynamic``,
+    ``backend`` and ``options`` are those of ``torch.compile``. ``graph`` captures each step in a
+    CUDA graph; None does so on one rank if it is faster. ``compile_timeout`` is how long ranks wait
+    while another rank compiles.
     """
 
     max_norm: float | None = None  # gradients are scaled down to it
     accumulate: int = 1  # so many calls are one step of the optimizer
     autocast: torch.dtype | None = None  # of the forward pass
+    scaler: torch.amp.GradScaler | None = None  # with the same scale on all ranks
     keep_grads: bool = False  # .grad holds the averages after a step, as they were before clipping
     fullgraph: bool = False  # raise where a step cannot be traced; else it is done in eager mode
     dynamic: bool | None = None  # as torch.compile takes it

@@ -88,7 +88,7 @@ class ShardStep:
             self._turn.take()
         try:
             with self.ddp.traced.inside_step(), torch.no_grad(), self._tracing:
-                found = self._program(*inputs)
+                found = self._program(None, *inputs)
         finally:
             if fresh:
                 self._turn.give_back()
@@ -138,6 +138,8 @@ class ShardStep:
             self._refuse(f"this was not tested on {self.ddp.device_type}")
         if settings.accumulate != 1:
             self._refuse("accumulate: a step has its shards already")
+        if settings.scaler is not None:
+            self._refuse("scaler: a scale of the gradients changes how their sums are rounded")
         if settings.dynamic:
             self._refuse("dynamic=True: code for any size rounds differently")
         if settings.graph:

@@ -79,8 +79,10 @@ class Step:
         self._loss_fn = loss_fn
         self._wire = wire_of(ddp)
         self._wire.reducer.handed.plan_ahead()
-        self._binding = Binding(self._wire, optimizer, loss_fn, settings)
-        self._turns = Turns(ddp, settings.compile_timeout)
+        self._binding = binding = Binding(self._wire, optimizer, loss_fn, settings)
+        self._scaling = binding.scaling
+        self._scaling.refuse_halves(binding.params, self._wire.rank)
+        self._turns = Turns(ddp, settings.compile_timeout, lambda: binding.scale)
         self._modules = list(ddp.module.modules())
         self.replays = self._make_replays()
         self._tracing = dynamo.tracing_backward()
@@ -199,19 +201,19 @@ class Step:
         if self.replays is not None:
             self.replays.prepare()
         loss: Tensor
-        loss, self.grad_norm, kept, used = self._run(
+        loss, self.grad_norm, kept, used, found = self._run(
             binding.whole(self._compile), *binding.arguments(), *inputs
         )
         self._turns.after()
         self._wire.end_step(loss)
-        self._conclude(kept, used)
+        self._conclude(kept, used, found)
         return loss
 
     def _gather(self, inputs: Sequence[Any]) -> Tensor:
         binding = self._binding
         binding.settle()
         loss: Tensor
-        loss, grads = self._run(binding.gathering(self._compile), *inputs)
+        loss, grads = self._run(binding.gathering(self._compile), binding.scale, *inputs)
         self._wire.end_forward(loss)
         count = len(self._wire.reducer.params)
         self._wire.reducer.handed.gather(grads[:count])
@@ -248,20 +250,38 @@ class Step:
 
     # -- behind the graph ---------------------------------------------------------------------
 
-    def _conclude(self, kept: Sequence[Tensor | None], used: Sequence[bool]) -> None:
+    def _conclude(
+        self, kept: Sequence[Tensor | None], used: Sequence[bool], found: Tensor | None
+    ) -> None:
         """What the graph did not do: parameters that only other ranks reached, counts of steps."""
         for param, grad in zip(self._binding.params, kept, strict=False):
             if grad is not None:
                 param.grad = grad
         if self._binding.unfit:
             self._step_eagerly()
+        elif found is None:
+            self._count(used)
         else:
-            updates.count_step(self._binding.classes, used)
-            optim.note_step(self.optimizer)
-            if not all(used):
-                self._step_unused(used)
+            self._count_scaled(used, found)
         if not self.settings.keep_grads:
             self._drop_grads()
+
+    def _count(self, used: Sequence[bool]) -> None:
+        updates.count_step(self._binding.classes, used)
+        optim.note_step(self.optimizer)
+        if not all(used):
+            self._step_unused(used)
+
+    def _count_scaled(self, used: Sequence[bool], found: Tensor) -> None:
+        """Count a step, unless a gradient was not finite, and choose the next scale."""
+        params, classes = self._binding.params, self._binding.classes
+        if self.settings.keep_grads or not all(used):
+            self._scaling.unscale_held(params)
+        if bool(found):
+            updates.forget_unused(self.optimizer, classes, params, [False] * len(params))
+        else:
+            self._count(used)
+        self._scaling.conclude(self.optimizer, found)
 
     def _step_unused(self, used: Sequence[bool]) -> None:
         params = self._binding.params
@@ -286,7 +306,7 @@ class Step:
             self.ddp.replica.forward_failed(error)
             raise
         self._wire.end_forward(loss)
-        loss.backward()
+        self._scaling.of_loss(loss).backward()
         if last:
             self._binding.look()
             self._step_eagerly()
@@ -295,9 +315,10 @@ class Step:
         return loss.detach()
 
     def _step_eagerly(self) -> None:
+        self._scaling.unscale(self.optimizer)
         if self.settings.max_norm is not None:
             self.grad_norm = nn.utils.clip_grad_norm_(self._binding.params, self.settings.max_norm)
-        self.optimizer.step()
+        self._scaling.step(self.optimizer)
 
     def _fall_back(self, reason: str) -> None:
         rank = self._wire.rank
