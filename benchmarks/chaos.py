@@ -57,12 +57,19 @@ class Run:
         for line in self.process.stdout:
             self.said.append((time.monotonic(), line.rstrip()))
 
-    def commits(self) -> list[Commit]:
-        """The last of them."""
+    def lines(self, last: int = 1 << 13) -> list[list[str]]:
+        """The words of the last lines of the log, as many as fit into so many bytes."""
         if not self.log.exists():
             return []
-        lines = self.log.read_bytes().decode().splitlines()[-50:]
-        words = [line.split() for line in lines if len(line.split()) == 8]
+        with self.log.open("rb") as log:
+            begin = max(0, log.seek(0, os.SEEK_END) - last)
+            log.seek(begin)
+            whole = log.read().split(b"\n")[1 if begin else 0 : -1]
+        return [line.decode().split() for line in whole]
+
+    def commits(self) -> list[Commit]:
+        """The last of them."""
+        words = [line for line in self.lines() if len(line) == 8]
         return [Commit(float(w[0]), *map(int, w[1:5])) for w in words]
 
     def ranks(self) -> dict[int, int]:
@@ -176,8 +183,17 @@ def alone(steps: int, folder: Path) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1]
 
 
-def suffer(run: Run, name: str) -> tuple[float, float] | None:
-    """Let a fault happen; seconds until it was noticed, and until a step was committed."""
+@dataclass(frozen=True)
+class Suffered:
+    """A fault: when it happened, and the seconds until it was noticed and until it was over."""
+
+    begun: float
+    noticed: float  # by the launcher
+    went_on: float
+
+
+def suffer(run: Run, name: str) -> Suffered | None:
+    """Let a fault happen; returns when the others have gone on, None if they have not."""
     if not run.wait(run.ranks, STARTED if not run.commits() else DEADLINE):
         return None
     ranks, heard = run.ranks(), len(run.said)
@@ -191,7 +207,8 @@ def suffer(run: Run, name: str) -> tuple[float, float] | None:
     def noticed() -> list[float]:
         return [when for when, line in run.said[heard:] if re.search("lost|replaced|ended", line)]
 
-    return (noticed()[0] - begun if run.wait(noticed, 5.0) else float("nan")), went_on
+    seen = noticed()[0] - begun if run.wait(noticed, 5.0) else float("nan")
+    return Suffered(begun, seen, went_on)
 
 
 def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Path) -> bool:
@@ -203,7 +220,7 @@ def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Pat
             times = (
                 "| — | — | **no** |"
                 if found is None
-                else "| {:.2f} s | {:.2f} s | yes |".format(*found)
+                else f"| {found.noticed:.2f} s | {found.went_on:.2f} s | yes |"
             )
             print(f"| {name.replace('_', ' ')} | {engine} {times}", flush=True)
     words = [line for _, line in run.said if "digest" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from chaos import DEADLINE, FAULTS, Run, alone, children, launched, suffer
 
-STEPS, PAUSE = 150, 0.05  # for each fault, and seconds; the last are done without pauses
+STEPS, PAUSE = 60, 0.05  # for each fault, and seconds; the last are done without pauses
 SPARES = 2
 NAMES = ["rank", "rank_0", "two_at_once", "during_recovery", "stopped", "keeper",
          "keeper_and_rank", "joiner", "reset"]  # fmt: skip
@@ -56,6 +57,27 @@ def reset(run: Run, ranks: dict[int, int]) -> None:
 FAULTS.update(joiner=joiner, reset=reset)
 
 
+PARTS = ["until ranks meet", "until the roster", "until it is open", "until two more steps"]
+
+
+def parts(run: Run, begun: float, seconds: float) -> list[float]:
+    """What a recovery consisted of, in seconds; none where nobody met.
+
+    *Until ranks meet*: the fault is noticed, and the first rank that waited is free. *Until the
+    roster*: the others have come too, and the keeper has decided. Where there were several
+    meetings, as when a second rank is lost in one, what follows is counted from the last.
+    """
+    rows = [(float(w[0]), w[2]) for w in run.lines(1 << 15) if len(w) == 3]
+    rows = [(when - begun, what) for when, what in rows if begun <= when <= begun + seconds]
+    ends = [max((t for t, what in rows if what == name), default=0.0)
+            for name in ("decided", "opened")]  # fmt: skip
+    first = min((t for t, what in rows if what == "meets"), default=0.0)
+    if not first or not first <= ends[0] <= ends[1]:
+        return []
+    moments = [0.0, first, *ends, seconds]
+    return [late - early for early, late in itertools.pairwise(moments)]
+
+
 def _trains(pid: int) -> bool:
     try:
         return b"chaos_rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -68,6 +90,7 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
     chance, steps = random.Random(seed), -(-count * STEPS // 100) * 100
     expected = alone(steps, folder)
     times: dict[str, list[float]] = {}
+    shares: list[list[float]] = []
     failed: list[str] = []
     names = [name for name in NAMES if engine == "gloo" or name != "reset"]
     with launched(engine, steps, folder, SPARES, count * 3, PAUSE) as run:
@@ -75,19 +98,21 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
         for number in range(count):
             name = names[number] if number < len(names) else chance.choice(names)
             found = suffer(run, name)
-            if not before:
+            if not before and found is not None:
                 before = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
             if found is None:
                 failed.append(name)
                 if run.process.poll() is not None:
                     break
                 continue
-            times.setdefault(name, []).append(found[1])
-            print(f"{number + 1:4} {name:16} {found[1]:.2f} s", file=sys.stderr, flush=True)
+            times.setdefault(name, []).append(found.went_on)
+            shares += [part] if (part := parts(run, found.begun, found.went_on)) else []
+            print(f"{number + 1:4} {name:16} {found.went_on:.2f} s", file=sys.stderr, flush=True)
         run.wait(run.ranks, DEADLINE)
         after = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
         run.log.with_suffix(".hurry").touch()
     _tell(times, failed)
+    _tell_parts(shares, run)
     _tell_used(run, before, after)
     return _tell_end(run, expected) and not failed
 
@@ -101,6 +126,25 @@ def _tell(times: dict[str, list[float]], failed: list[str]) -> None:
     print(f"| **all** | {len(every)} | {statistics.mean(every):.2f} s | {max(every):.2f} s |")
     for name in failed:
         print(f"| {name.replace('_', ' ')} | **did not go on in {DEADLINE:g} s** | | |")
+
+
+def _tell_parts(shares: list[list[float]], run: Run) -> None:
+    print("\n| part of a recovery | median | mean | longest |\n|---|---|---|---|")
+    for name, found in zip(PARTS, zip(*shares, strict=True), strict=False):
+        print(f"| {name} | {statistics.median(found):.3f} s | {statistics.mean(found):.3f} s "
+              f"| {max(found):.2f} s |")  # fmt: skip
+    print(f"\na step without a fault, with its pause: {step_time(run):.3f} s (median)")
+
+
+def step_time(run: Run) -> float:
+    """Seconds between two commits of one rank."""
+    last: dict[str, float] = {}
+    gaps = []
+    for words in run.lines(1 << 30):
+        if len(words) == 8:
+            gaps.append(float(words[0]) - last.get(words[3], float(words[0])))
+            last[words[3]] = float(words[0])
+    return statistics.median(gap for gap in gaps if gap)
 
 
 def _tell_used(run: Run, before: dict[str, Used], after: dict[str, Used]) -> None:

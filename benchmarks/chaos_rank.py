@@ -2,12 +2,14 @@
 
 A parameter for every sample goes down by one each time that the sample is in a committed step, so
 that the weights at the end say how often each was seen. SIGUSR1 lets it cut its own TCP
-connections, as a network would that breaks between healthy processes.
+connections, as a network would that breaks between healthy processes. What the job logs about its
+recoveries is written down too: when this member met the others, knew the roster, and had it open.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -58,6 +60,25 @@ def cut_connections() -> None:
                 copy.shutdown(socket.SHUT_RDWR)
 
 
+class Moments(logging.Handler):
+    """Writes down the moments of a recovery; ``file`` is the descriptor of the log."""
+
+    WORDS = (("meets", "meets"), ("is open", "opened"), ("roster", "decided"))
+
+    def __init__(self, file: int) -> None:
+        super().__init__()
+        self._file = file
+        logger = logging.getLogger("paceline.elastic.crew")
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now, text = time.monotonic(), record.getMessage()
+        found = next((name for word, name in self.WORDS if word in text), "")
+        if found:
+            os.write(self._file, f"{now} {os.getpid()} {found}\n".encode())
+
+
 def used() -> str:
     """Descriptors, threads and resident MiB of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -70,6 +91,7 @@ def main(log: str, steps: int, pause: float) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: cut_connections())
     torch.manual_seed(int(os.environ.get("PACELINE_MEMBER", "0")))  # the weights come from rank 0's
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    Moments(file)
     hurry = Path(log).with_suffix(".hurry")  # no faults will come any more
     group = elastic.group()
     generator = torch.Generator().manual_seed(1)

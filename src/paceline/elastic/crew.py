@@ -90,10 +90,12 @@ class Crew:
     def gather(self, how_far: HowFar, timeout: float) -> Roster:
         """Meet the others and open the group with them; returns when every one of them has."""
         while True:  # the council ends a member that is in trouble again and again
+            log.debug("member %d meets the others", self.members.me)
             roster = self.members.meet(how_far, timeout)
             trouble, culprit = self._open(roster)
             if self.members.ready(roster.number, trouble, culprit):
                 self._moved()
+                log.debug("member %d: roster %d is open", self.members.me, roster.number)
                 return roster
             why = trouble or "not all members could open the group"
             how_far = HowFar(how_far.steps, how_far.whole, why)

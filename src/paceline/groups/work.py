@@ -103,9 +103,12 @@ class Work(TorchWork):
                 self._wait(seconds)
             else:
                 self._wait_in_turn(self._turn, seconds)
-        if self._error is not None:
+        if self._error is None:
+            return True
+        try:
             raise self._error
-        return True
+        finally:
+            del self  # the error's traceback has this frame, and would hold what holds the error
 
     def _wait_in_turn(self, turn: threading.RLock, seconds: float | None) -> None:
         """Wait, or for whoever waits already.
@@ -128,11 +131,18 @@ class Work(TorchWork):
         except BaseException as error:
             if self.entry is not None:
                 events.failed(self.entry, error)
-            self._end(error)
+            self._end(error.with_traceback(None))  # whoever waits is in it when it is raised again
+            self._let_go()
         else:
             if not over:
                 raise WaitTimeoutError(seconds or 0.0)
             self._end(None)
+
+    def _let_go(self) -> None:
+        """Hold nothing of an engine that has failed.
+
+        Whoever catches the error may keep this work, and with it gloo's connections and threads.
+        """
 
     def _end(self, error: BaseException | None) -> None:
         if self._once is None:  # then it is no matter who comes first
@@ -234,6 +244,9 @@ class Wrapped(Work):
     def _watcher(self) -> Watcher:
         return self._completer
 
+    def _let_go(self) -> None:
+        self._inner = FINISHED
+
     def source_rank(self) -> int:
         return int(source_rank(self._inner))
 
@@ -272,6 +285,9 @@ class Together(Work):
 
     def _poll(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def _let_go(self) -> None:
+        self._works = ()
 
     def _watcher(self) -> Watcher:
         return self._completer

@@ -142,12 +142,9 @@ def test_a_folder_with_a_long_name_is_not_used_for_sockets(monkeypatch, tmp_path
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    folder = one_machine.private_folder()
-    try:
-        assert len(str(folder)) < 90
-        assert folder.stat().st_mode & 0o777 == 0o700
-    finally:
-        folder.rmdir()
+    with one_machine.private_folder() as folder:
+        assert len(str(folder.path)) < 90
+        assert folder.path.stat().st_mode & 0o777 == 0o700
     assert list(long.iterdir()) == []
 
 

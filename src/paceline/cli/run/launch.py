@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..._doors import SIDE_DOOR
 from ..._shown import shown_lines
 from .. import say
 from ..machine import allow_open_files, cores, loopback, threads_per_rank
+from .folders import LaunchFolder
 from .plan import Become, Launch
 from .record import clear_record, tell_if_empty
 from .signals import handling, heeded
@@ -113,10 +113,9 @@ def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int
     meeting = _meeting(plan)
     if plan.max_nodes == 1:
         clear_record(script.record)
-    notes = tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True)
     try:
-        with notes as folder:
-            pipes = Pipes(Path(folder), OutputReader(show), conduct.patience, plan.seats)
+        with LaunchFolder("paceline-run-") as folder:
+            pipes = Pipes(folder.path, OutputReader(show), conduct.patience, plan.seats)
             agent = Agent(_spec(plan, script, conduct, meeting), pipes, conduct.grace)
             try:
                 _run(agent)

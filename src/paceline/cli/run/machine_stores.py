@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -114,7 +113,7 @@ class LockedStores:
         self._porter = Porter()
         self._folder = private_folder()
         self._lines = Lines(self._path(_LAUNCHERS))
-        self._side = SideDoor.make(self._folder)
+        self._side = SideDoor.make(self._folder.path)
         self._kept: dict[str, StoreHost] = {}
         try:
             self._open()
@@ -141,10 +140,10 @@ class LockedStores:
         self._porter.close()
         for kept in self._kept.values():
             kept.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _path(self, service: str) -> str:
-        return str(self._folder / service)
+        return str(self._folder.path / service)
 
     def _open(self) -> None:
         if self._launch.node_rank in (None, 0):

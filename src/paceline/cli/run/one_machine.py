@@ -12,11 +12,9 @@ has ended, and one that is written in Python could not answer then.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -28,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from ..._doors import SIDE_DOOR, SideDoor
 from ..._members import StoreHost
 from ..machine import ThisMachine
+from .folders import LaunchFolder
 from .plan import Launch
 
 _LONGEST_PATH = 100  # bytes; a Unix socket's may have 107
@@ -51,8 +50,9 @@ class LocalMeeting(RendezvousHandler):
         self._run_id = launch.run_id or "paceline"
         self._address = launch.address
         self._folder = private_folder()
-        self._host = None if ThisMachine().gpus else StoreHost(self._folder / "store")
-        self._side = SideDoor.make(self._folder)
+        path = self._folder.path
+        self._host = None if ThisMachine().gpus else StoreHost(path / "store")
+        self._side = SideDoor.make(path)
         self._round = 0
 
     def get_backend(self) -> str:
@@ -76,7 +76,7 @@ class LocalMeeting(RendezvousHandler):
     def _begin_store(self) -> str:
         """Where ranks find it, as ``_paceline_store.py`` reads it."""
         if self._host is None:
-            return f"file:{self._folder / f'store-{self._round}'}"
+            return f"file:{self._folder.path / f'store-{self._round}'}"
         self._host.begin(self._round)
         return f"unix:{self._round}:{self._host.path}"
 
@@ -99,17 +99,15 @@ class LocalMeeting(RendezvousHandler):
         """Answer no more, and leave nothing."""
         if self._host is not None:
             self._host.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         return True
 
 
-def private_folder() -> Path:
+def private_folder() -> LaunchFolder:
     """A new folder that only this user can look into, whose sockets have short enough paths."""
-    folder = tempfile.mkdtemp(prefix="paceline-store-")
-    if len(os.fsencode(folder)) > _LONGEST_PATH - 16:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="paceline-store-", dir="/tmp")
-    return Path(folder)
+    usual = os.fsencode(tempfile.gettempdir() + "/paceline-store-12345678")
+    long = len(usual) > _LONGEST_PATH - 16
+    return LaunchFolder("paceline-store-", "/tmp" if long else None)
 
 
 def unused_port() -> int:

@@ -51,12 +51,15 @@ class TorchEngine:
 
     def run(self, call: Call) -> None:
         work = self.start(call)
-        if call.kind in ("send", "recv"):  # these cannot be told the timeout beforehand
-            work.wait(timedelta(seconds=call.timeout))
-        else:
-            work.wait()
-        if call.kind == "recv" and call.root < 0:
-            call.root = source_rank(work)
+        try:
+            if call.kind in ("send", "recv"):  # these cannot be told the timeout beforehand
+                work.wait(timedelta(seconds=call.timeout))
+            else:
+                work.wait()
+            if call.kind == "recv" and call.root < 0:
+                call.root = source_rank(work)
+        finally:
+            del work  # it has the error, whose traceback has this frame, and with it the engine
 
     def start(self, call: Call) -> TorchWork:
         return self._START[call.kind](self, call)

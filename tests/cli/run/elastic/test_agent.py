@@ -2,6 +2,8 @@
 
 import errno
 import os
+import select
+import signal
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,64 @@ wait_for(2)
         "member 0 is lost: it was killed by SIGKILL (out of memory? see dmesg); 1 member of this "
         "host is left; another is started" in ended.err
     )
+
+
+def test_one_that_is_killed_is_told_before_it_has_ended(run, monkeypatch) -> None:
+    """Its memory may take seconds to be freed; here it takes until the others know."""
+    ending = MemberProcess.ending
+    monkeypatch.setattr(
+        MemberProcess,
+        "ending",
+        lambda self: None if self.number == 0 and not self.told else ending(self),
+    )
+    ended = run(
+        """
+if me == 0:
+    wait_for(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for(2)
+""",
+        *("--nproc", 2),
+    )
+    assert ended.code == 0, ended.err
+    assert "member 0 is lost: it was killed by SIGKILL" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("script", "signal_of_death"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", signal.SIGKILL),
+        ("threading.Thread(target=os.abort).start(); threading.Event().wait()", signal.SIGABRT),
+        ("os._exit(3)", 0),
+    ],
+)
+def test_a_process_that_ends_says_which_signal_ends_it(script, signal_of_death) -> None:
+    command = ["-c", f"import os, signal, threading; {script}"]
+    process = MemberStart(command, dict(os.environ)).start(0, 0)
+    try:
+        assert select.select([process.ended], [], [], 60)[0]
+        assert process.dying_of() == signal_of_death
+    finally:
+        process.kill()
+        process.wait()
+        process.close()
+        for pipe in process.pipes.values():
+            os.close(pipe)
+
+
+def test_a_process_that_lives_or_is_stopped_is_not_dying() -> None:
+    process = MemberStart(["-c", "import time; time.sleep(600)"], dict(os.environ)).start(0, 0)
+    try:
+        assert process.dying_of() == 0
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert process.dying_of() == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.close()
+        for pipe in process.pipes.values():
+            os.close(pipe)
 
 
 def test_what_a_member_left_running_is_killed_with_it(run, tmp_path) -> None:

@@ -53,3 +53,17 @@ def test_the_words_for_losses_and_rosters() -> None:
         "members 0, 2, 3 train on after 0.12 s, with 3 new"
     )
     assert tell_formed(3, (3,), [], 0.0) == "member 3 trains on"
+
+
+def test_those_who_are_left_meet_until_they_have_gone_on_or_took_too_long() -> None:
+    story = JobStory()
+    story.form((0, 1, 2), 0.0)
+    assert not story.meets({0, 1, 2}, 10.0, within=0.5)
+    story.lose(1, "it was killed by SIGKILL", 10.0)
+    assert story.meets({0, 2}, 10.1, within=0.5)
+    assert not story.meets({0, 2}, 10.6, within=0.5)
+    assert not story.meets({3}, 10.1, within=0.5)  # a spare has nobody to meet
+    story.form((0, 2), 10.2)
+    assert not story.meets({0, 2}, 10.3, within=0.5)
+    story.lose(3, "it was killed by SIGKILL", 11.0)  # a spare, whom nobody waits for
+    assert not story.meets({0, 2}, 11.1, within=0.5)

@@ -1,9 +1,11 @@
 """Runs the members of one host: starts them, watches them, and tells the keeper what it sees.
 
 One loop, which sleeps until a process has ended, a word has come or a tenth of a second is over.
-A member that ends is told to the keeper before anything else happens, since others wait for it. One
-that is stopped, or that the keeper has not heard of, is killed first and told then: whatever it
-would have written later reaches nobody.
+A member that ends is told to the keeper before anything else happens, since others wait for it, and
+one that is killed as soon as it cannot run any more. Those who are left meet first; only then is
+another process started, which would take the cores from them. A member that is stopped, or that the
+keeper has not heard of, is killed first and told then: whatever it would have written later reaches
+nobody.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from .story import JobStory, tell_formed, tell_loss
 from .strays import Strays
 
 _TICK = 0.1  # seconds between two looks at what nobody reports
+_GLANCE = 0.02  # …and at whether a member is being killed
+_MEETING = 0.5  # seconds that those who are left have for meeting before others are started
 _ASK = 1.0  # seconds between two questions whether the keeper is there
 _REMEMBERED = 256  # ends of members that a new keeper is told of
 _LINGER = 1.0  # seconds between two looks for members whose script has failed
@@ -111,8 +115,11 @@ class ElasticAgent:
     # -- one look -----------------------------------------------------------------------------
 
     def _sleep(self) -> None:
-        """Wait until something has happened that can be waited for."""
-        self._selector.select(_TICK if self.link.connected else self.keeper.pause)
+        """Wait until something has happened that can be waited for, or a member is dying."""
+        until = time.monotonic() + (_TICK if self.link.connected else self.keeper.pause)
+        while (left := until - time.monotonic()) > 0:
+            if self._note_dying() or self._selector.select(min(left, _GLANCE)):
+                return
 
     def _look(self, now: float) -> None:
         for process in list(self.processes.values()):
@@ -163,7 +170,7 @@ class ElasticAgent:
         return waits and bool(others)
 
     def _hello(self) -> AgentHello:
-        members = {number: process.pid for number, process in self.processes.items()}
+        members = {number: one.pid for number, one in self.processes.items() if not one.told}
         return AgentHello(self.host, self.places.size.ranks, members, dict(self._gone))
 
     def _disconnect(self) -> None:
@@ -193,8 +200,10 @@ class ElasticAgent:
 
     def _fill_places(self, now: float) -> None:
         """Ask for numbers for those that are to be started; they are when the numbers come."""
-        if self.link.connected and self.places.due(now) > self._asked and self._can_start(now):
-            for _ in range(self.places.due(now) - self._asked):
+        meets = self.story.meets(self.processes.keys(), now, _MEETING)
+        due = 0 if meets else self.places.due(now)
+        if self.link.connected and due > self._asked and self._can_start(now):
+            for _ in range(due - self._asked):
                 self._asked += 1
                 self.link.say(Enlist())
         if (why := self.places.exhausted) and not self._told_no_more and self.link.connected:
@@ -229,30 +238,50 @@ class ElasticAgent:
         for which, pipe in process.pipes.items():
             self.reader.read(pipe, number, which)
 
+    def _note_dying(self) -> bool:
+        """Tell the keeper of members that were killed and have not ended yet; False if none was."""
+        found = False
+        for process in self.processes.values():
+            if not process.told and (signal := process.dying_of()):
+                found = True
+                process.kill()  # what it has started
+                self._tell_end(process, RankEnding(-signal, time.monotonic(), process.asked_to_end))
+        return found
+
     def _note_end(self, process: MemberProcess, ending: RankEnding) -> None:
         """Tell the keeper, and give the place to another."""
         number = process.number
+        if not process.told:
+            self._tell_end(process, ending)
         del self.processes[number]
+        self.places.end(number, ending, self._has_failed(number, ending))
+        self._selector.unregister(process.ended)
+        process.close()
+        self.strays.left_by(process.pid)
+        self._end_without_a_word()
+
+    def _has_failed(self, number: int, ending: RankEnding) -> bool:
+        return ending.code != 0 and not (ending.stopped and number not in self.reports)
+
+    def _tell_end(self, process: MemberProcess, ending: RankEnding) -> None:
+        number = process.number
+        process.told = True
         self.reports.update(read_reports(self.notes))
-        failed = ending.code != 0 and not (ending.stopped and number not in self.reports)
+        failed = self._has_failed(number, ending)
         how = process.fenced or describe(ending, self.reports.get(number))
         self.link.say(Gone(number, how, failed))
         self._gone[number] = how
         while len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
-        self.places.end(number, ending, failed)
-        self._selector.unregister(process.ended)
-        process.close()
-        self.strays.left_by(process.pid)
         if failed and self.phase is AgentPhase.RUNNING:
             self._tell_loss(number, how, ending.when)
-        self._end_without_a_word()
 
     def _tell_loss(self, number: int, how: str, when: float) -> None:
         if number in self.places.seen:
             self.story.lose(number, how, when)
-        instead = "" if self.places.exhausted else "; another is started"
-        say.complain(tell_loss(number, how, len(self.processes), instead))
+        instead = "" if self.places.exhausted_by_one_more else "; another is started"
+        left = sum(not process.told for process in self.processes.values())
+        say.complain(tell_loss(number, how, left, instead))
 
     def _fence(self, process: MemberProcess, why: str) -> None:
         """End a member that may still believe that it takes part."""

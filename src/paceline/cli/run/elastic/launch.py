@@ -12,6 +12,7 @@ from ...._doors import SIDE, SIDE_DOOR
 from ....errors import LaunchError
 from ... import say
 from ...machine import allow_open_files, loopback
+from ..folders import LaunchFolder
 from ..launch import Script, tell
 from ..plan import Launch
 from ..record import clear_record, tell_if_empty
@@ -53,11 +54,8 @@ def launch_elastic(
     size = HostSize(plan.nproc, elastic.spares, elastic.max_restarts)
     allow_open_files(_OPEN_FILES + _FILES_PER_MEMBER * size.places)
     clear_record(script.record)
-    notes = tempfile.TemporaryDirectory(
-        prefix="paceline-run-", dir=_short_folder(), ignore_cleanup_errors=True
-    )
-    with notes as folder:
-        agent = _agent(plan, script, elastic, size, Path(folder), show)
+    with LaunchFolder("paceline-run-", _short_folder()) as folder:
+        agent = _agent(plan, script, elastic, size, folder.path, show)
         try:
             agent.run()
         finally:

@@ -62,7 +62,15 @@ class Places:
     @property
     def exhausted(self) -> str:
         """Why nobody is started any more though places are empty; empty if that is not so."""
-        if self.closed or not self._missing:
+        return self._exhausted_with(self._missing)
+
+    @property
+    def exhausted_by_one_more(self) -> str:
+        """The same, once one more has failed."""
+        return self._exhausted_with(self._missing + 1)
+
+    def _exhausted_with(self, missing: int) -> str:
+        if self.closed or not missing:
             return ""
         most = self.size.max_restarts
         if most is not None and self.restarts >= most:

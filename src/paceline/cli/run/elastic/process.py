@@ -7,12 +7,15 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..sessions import kill_session
 from ..verdict import RankEnding
 
+_FLAGS, _EXIT_CODE = 9 - 3, 52 - 3  # places in /proc/PID/stat, behind the name; see proc(5)
+_LONGEST = 1024  # bytes of that file
+_EXITING = 0x4  # the kernel's PF_EXITING
 _LOOKS = 3  # that have to find a process stopped, for an agent that was itself stopped meanwhile
 
 
@@ -37,6 +40,7 @@ class MemberProcess:
         self.number, self.seat = number, seat
         self.asked_to_end = False
         self.fenced = ""  # why it was killed by its agent
+        self.told = False  # that it is lost, be it before it has ended
         self._stopped_since, self._looks = 0.0, 0
         outs, errs = os.pipe(), os.pipe()
         try:
@@ -70,6 +74,22 @@ class MemberProcess:
         self._process.wait()
         return RankEnding(code, time.monotonic(), self.asked_to_end)
 
+    def dying_of(self) -> int:
+        """The signal that it is being ended by; 0 if there is none.
+
+        A process has ended when its memory is free, which takes a second for each few gigabytes.
+        That it will never run again is known long before.
+        """
+        leader = _read_stat(f"/proc/{self.pid}/stat")
+        if leader is None or not leader.exits or not leader.signal:
+            return 0
+        try:
+            threads = os.listdir(f"/proc/{self.pid}/task")
+        except OSError:
+            return 0
+        stats = (_read_stat(f"/proc/{self.pid}/task/{thread}/stat") for thread in threads)
+        return leader.signal if all(one is None or one.exits for one in stats) else 0
+
     def stopped_for(self, now: float) -> float:
         """Seconds for which every look has found it stopped, as by SIGSTOP."""
         if not is_stopped(self.pid):
@@ -98,8 +118,29 @@ class MemberProcess:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal; one that a debugger holds is not."""
+    found = _read_stat(f"/proc/{pid}/stat")
+    return found is not None and found.state == b"T"
+
+
+@dataclass(frozen=True)
+class _TaskStat:
+    """What the kernel tells of a thread."""
+
+    state: bytes
+    exits: bool  # it is in the kernel on its way out, and never comes back
+    signal: int  # that it is ended by, once it exits; 0 also where that may not be known
+
+
+def _read_stat(path: str) -> _TaskStat | None:
+    """What is to be known of a thread; None if it is no more."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(file, _LONGEST)
+        finally:
+            os.close(file)
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+        return None
+    words = text.rpartition(b")")[2].split()
+    exits = bool(int(words[_FLAGS]) & _EXITING)
+    return _TaskStat(words[0], exits, int(words[_EXIT_CODE]) & 0x7F if exits else 0)

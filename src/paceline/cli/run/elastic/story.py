@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 
 from ..verdict import runs
@@ -45,6 +46,13 @@ class JobStory:
     def unanswered(self) -> set[int]:
         """Members after whose loss nobody has gone on."""
         return {loss.member for loss in self.losses.values() if loss.seconds is None}
+
+    def meets(self, living: Collection[int], now: float, within: float) -> bool:
+        """Whether some of a roster are left that lost one lately and have not gone on yet."""
+        unanswered = self.unanswered & set(self.members)
+        latest = max((self.losses[member].when for member in unanswered), default=-inf)
+        left = set(self.members) - unanswered
+        return not left.isdisjoint(living) and now - latest < within
 
     def told(self) -> Iterator[str]:
         """The lines of a summary; none where nobody was lost."""
