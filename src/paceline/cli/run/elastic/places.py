@@ -66,7 +66,7 @@ class Places:
 
     @property
     def exhausted_by_one_more(self) -> str:
-        """The same, once one more has failed."""
+        """Why nobody would be started once one more has failed; empty if somebody would."""
         return self._exhausted_with(self._missing + 1)
 
     def _exhausted_with(self, missing: int) -> str:
