@@ -14,8 +14,12 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+
+_AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def load() -> None:
@@ -43,8 +47,8 @@ def load() -> None:
 def _meet_in(place: str, address: str) -> None:
     """Let a rank of ``paceline run`` on one machine find its store, which has no port.
 
-    ``env://`` and ``tcp://`` find it where they are told ``address``. Those with another, such as
-    that of ranks which a script starts itself, stay torch's.
+    ``env://`` and ``tcp://`` find it at ``address``. At any other address, such as the one that a
+    script chooses for ranks it starts itself, rank 0 opens a store, as without a launcher.
     """
     import torch.distributed as dist
 
@@ -63,12 +67,27 @@ def _meet_in(place: str, address: str) -> None:
         **too: Any,
     ) -> Any:
         if f"{hostname}:{port}" != address:
-            return torchs(hostname, port, rank, world_size, timeout, *more, **too)
+            with _no_agent():
+                return torchs(hostname, port, rank, world_size, timeout, *more, **too)
         from _paceline_store import store_at
 
         return store_at(place, timeout)
 
     rendezvous._create_c10d_store = create
+
+
+@contextmanager
+def _no_agent() -> Iterator[None]:
+    """Let torch's rank 0 open a store; else torch takes every port for that of the launcher's."""
+    before = os.environ.get(_AGENTS)
+    os.environ[_AGENTS] = "False"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_AGENTS]
+        else:
+            os.environ[_AGENTS] = before
 
 
 def _register() -> None:

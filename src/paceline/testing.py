@@ -172,7 +172,7 @@ class _Thread(threading.Thread, Generic[R]):
             engine.abort()
 
     def hang(self, why: str) -> None:
-        """Settle that it hangs, and where."""
+        """Note that it hangs, and where."""
         frame = frames().get(self.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(it has just ended)"
         self._fail(f"{why}. Its stack:\n{stack}", time.monotonic())

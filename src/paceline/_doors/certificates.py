@@ -240,7 +240,7 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _follows(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Which key has signed: OpenSSL wants it said, where it is strict."""
+    """Name the key that signed it: OpenSSL requires that in its strict mode."""
     from cryptography import x509
 
     known = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value

@@ -104,7 +104,7 @@ def calling(identity: Identity, service: str) -> ssl.SSLContext:
 
 
 def explain(error: Exception, where: str) -> OSError:
-    """What became of a connection, as an error that says whose fault it is."""
+    """Turn a failed connection into an error that says which side refused it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return StrangerError(where, f"its certificate is not valid ({error.verify_message})")
     if isinstance(error, HUNG_UP):

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class KeptKey:
-    """What a key has."""
+    """The value of a key, and when it was last changed."""
 
     value: bytes
     created: int  # the store's revision that made the key
@@ -99,7 +99,7 @@ class _Refusal(msgspec.Struct):
 
 
 class _Nothing(msgspec.Struct):
-    """Whatever it says, there is nothing to learn from it."""
+    """An answer whose contents are not used."""
 
 
 # msgspec looks at each of them here, in the thread that imports: two threads that have it look at
@@ -194,7 +194,7 @@ class Etcd:
 
 
 class _LeaseOverError(Exception):
-    """The lease is none any more."""
+    """The lease has ended."""
 
 
 def _decoded(status: int, text: bytes, kind: type[Answer]) -> Answer:

@@ -54,7 +54,7 @@ class CodedMean(WeightedMean):
         return Averaging(Journey(steps), buffer, divides=False)
 
     def _look_around(self) -> None:
-        """Forget what belonged to a rank's place, if the group has other members now."""
+        """Drop what belongs to the old ranks, if the group has other members now."""
         place = self.group.rank(), self.group.size()
         if place != self._place:
             self._place = place
@@ -85,7 +85,7 @@ class CodedMean(WeightedMean):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; among another number of ranks without what belongs to their parts."""
+        """Continue from ``state``; on other ranks, without what belongs to their parts."""
         same = state.get("ranks") == self.group.size()
         self._lost = _held(state.get("lost"))
         self._lost_of_means = _held(state.get("lost_here") if same else None)

@@ -1,4 +1,4 @@
-"""Error feedback: what a step could not say is said in the next ones.
+"""Error feedback: what encoding loses in one step is sent with the next ones.
 
 The rows that are encoded are the gradient and what is left from before; when they have been encoded
 the part that the others will read is taken away again, and the rest stays where it is. So the sum
@@ -45,7 +45,7 @@ class Feedback:
         return self.rows
 
     def settle(self) -> None:
-        """After what is sent was taken away: what fills rows up is nothing, nor is NaN."""
+        """Once what was sent is subtracted: set padding and NaNs to zero."""
         for filler in self._fillers:
             filler.zero_()
         forget_nonsense(self.rows)
@@ -66,6 +66,6 @@ def take_over(held: Held, name: str, place: Tensor) -> None:
 
 
 def forget_nonsense(rows: Tensor) -> None:
-    """Set to zero what is not finite; it was sent, and would spoil every step from now on."""
+    """Set what is not finite to zero; it was sent once, and would spoil every later step."""
     if rows.device.type != "cpu" or not bool(rows.sum().isfinite()):
         rows.nan_to_num_(0.0, 0.0, 0.0)

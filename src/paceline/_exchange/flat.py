@@ -32,7 +32,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is nothing but memory: no subclass with a mind of its own, such as a DTensor."""
+    """Whether it is a plain tensor, not a subclass with behaviour of its own such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and is_dense(tensor)
 
 

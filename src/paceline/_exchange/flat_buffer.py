@@ -28,7 +28,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of this type travel in: half ones in float32, so that no sum overflows."""
+    """The dtype to send such numbers in: float32 for 16-bit floats, so that no sum overflows."""
     if not dtype.is_floating_point:
         return torch.int64
     return dtype if dtype in _WIDE else torch.float32
@@ -100,7 +100,7 @@ class FlatBuffer:
         return self._pending.wait()
 
     def take(self) -> None:
-        """Let the tensors be what is in ``views``."""
+        """Copy ``views`` to the tensors."""
         foreach.copy_(self.held(), self.views)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""A buffer on its way: what it waits for, and the future of those who wait for it."""
+"""A buffer that is being averaged, and a future of the result."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ class FutureJourney(Journey):
         self.future: Future[Tensor] = self._gate.then(result)
 
     def end(self, error: BaseException | None) -> None:
-        """Let those who wait for it know."""
+        """Complete the future."""
         self._error = error
         self._gate.set_result(None)

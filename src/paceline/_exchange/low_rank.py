@@ -1,4 +1,4 @@
-"""Matrices of low rank: which gradients are worth it, and the arithmetic. Nothing here talks.
+"""Matrices of low rank: which gradients are compressed, and the arithmetic. Nothing is sent here.
 
 A gradient of ``n`` rows and ``m`` columns is approximated by ``P Qᵀ``, with ``rank`` columns each.
 Gradients of one shape stand together, so that one batched call serves them all.
@@ -25,18 +25,18 @@ class MatrixBatch:
 
     @property
     def p_shape(self) -> tuple[int, int, int]:
-        """Of the ``P`` of all of them."""
+        """The shape of all ``P`` together."""
         return len(self.slots), self.rows, self.rank
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
-        """Of the ``Q`` of all of them."""
+        """The shape of all ``Q`` together."""
         return len(self.slots), self.columns, self.rank
 
 
 @dataclass(frozen=True)
 class LowRankPlan:
-    """What becomes of a bucket's gradients."""
+    """Which gradients of a bucket are approximated, and which are sent whole."""
 
     sizes: tuple[int, ...]  # of the gradients, in elements
     whole: tuple[int, ...]  # slots that travel as they are
@@ -103,7 +103,7 @@ def right_factors(matrices: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[T
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in a type that one can compute in."""
+    """The tensor in a dtype that linear algebra supports."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
@@ -114,19 +114,19 @@ def random_columns(columns: int, rank: int, seed: int) -> Tensor:
 
 @dataclass
 class Seeds:
-    """A seed for every occasion. Each is made of its occasion alone, so the order is free."""
+    """Random seeds. Each depends on its arguments alone, not on how many were drawn before."""
 
     seed: int
 
     def at(self, *occasion: int) -> int:
-        """The seed for ``occasion``."""
+        """The seed for these arguments."""
         value = self.seed & _MASK
         for number in occasion:
             value = _mixed(value ^ _mixed(number + 1))
         return value & 0x7FFF_FFFF_FFFF_FFFF
 
     def get_state(self) -> tuple[str, int]:
-        """All there is to know of it, as numpy's generators tell it."""
+        """The state, in the format of numpy's generators."""
         return type(self).__name__, self.seed
 
 
@@ -134,7 +134,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(value: int) -> int:
-    """Numbers that have nothing in common for numbers that are neighbours (SplitMix64)."""
+    """Hash a number; neighbouring numbers get unrelated results (SplitMix64)."""
     value = (value + 0x9E37_79B9_7F4A_7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK

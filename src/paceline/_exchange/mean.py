@@ -44,7 +44,7 @@ def gather_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
 
 
 def done(tensor: Tensor) -> Future[Tensor]:
-    """A future that has come."""
+    """A future that is already complete."""
     future: Future[Tensor] = Future()
     future.set_result(tensor)
     return future
@@ -62,7 +62,7 @@ def one_tensor(value: Any) -> Tensor:
 
 
 def _start(group: ProcessGroup, tensor: Tensor) -> Any:
-    """Elsewhere it is divided beforehand: a sum may not fit 16 bits."""
+    """Start a mean; without an AVG reduction, divide first, since a sum may overflow 16 bits."""
     group = group_to_call(group, tensor.device)
     if isinstance(group, Group) and group.capabilities.averages:
         return _add(group, tensor, ReduceOp.AVG)

@@ -38,7 +38,7 @@ class RowLayout:
     def of(
         cls, spans: Sequence[ParamSpan], block: int, encodes: Callable[[ParamSpan], bool]
     ) -> RowLayout:
-        """Those that ``encodes`` says yes to are large."""
+        """Parameters for which ``encodes`` returns True are encoded; the others count as small."""
         large = tuple(span for span in spans if encodes(span))
         small = tuple(span for span in spans if not encodes(span))
         return cls(large, small, block)

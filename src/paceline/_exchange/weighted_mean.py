@@ -68,13 +68,13 @@ class BufferExchange(Protocol):
 
 
 class Arrived:
-    """An exchange that is over, or that there was no need for."""
+    """An exchange that is complete, or was not needed."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
 
     def wait(self) -> Standing:
-        """What is known."""
+        """The sum of the standings, which is known already."""
         return self._standing
 
 
@@ -103,7 +103,7 @@ class WeightedMean:
 
 
 class Awaited(Protocol):
-    """Something that ends: torch's Work, or a journey."""
+    """Something to wait for: torch's Work, or a :class:`Journey`."""
 
     def wait(self) -> Any: ...
 
@@ -151,7 +151,7 @@ class _Maximal:
 
 
 def buffer_for(group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for ``numel`` values and the standing, in memory that the group likes."""
+    """A buffer for ``numel`` values and the standing, in memory that the engine uses directly."""
     if device.type == "cpu" and group.capabilities.in_place_memory:
         return group.allocate(numel + HEAD, dtype)
     return torch.empty(numel + HEAD, dtype=dtype, device=device)

@@ -82,7 +82,7 @@ class Meter:
 
     @property
     def ratio(self) -> float:
-        """How many times less was sent."""
+        """How many times fewer bytes were sent."""
         return self.plain / self.sent if self.sent else 1.0
 
 

@@ -1,4 +1,4 @@
-"""A member's connection to the keeper of its job, and back to the next keeper after that died.
+"""A member's connection to the keeper of its job; if the keeper dies, to the next one.
 
 One thread does all reading and writing. Whatever was asked and not answered when a keeper died is
 asked again of the next one, which knows what its predecessor had answered already.
@@ -69,7 +69,7 @@ class SocketMember(Membership):
         self._raise_if_over()
 
     def close(self) -> None:
-        """Give back what it takes to be heard, without a word."""
+        """Close the connection without telling the keeper."""
         if self._is_elsewhere():
             return
         self._closing = True
@@ -79,7 +79,7 @@ class SocketMember(Membership):
         self._end(MembershipError(self.me, "its connection was closed"))
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is a forked child, which is no member and owns nothing of its parent's."""
+        """Whether this is a forked child, which is not a member and owns no connection."""
         return os.getpid() != self._process.pid
 
     def _say(self, word: FromMember | AskKeys | CancelKeys) -> None:

@@ -343,7 +343,7 @@ class Council:
             self.living[member].steps = word.steps
 
     def time(self, now: float) -> None:
-        """See whether a time has come that something was to happen at."""
+        """Do what is due by now."""
         for member, living in list(self.living.items()):
             if living.gone_at <= now:
                 if member in self.current.members:  # nobody saw it end
@@ -465,7 +465,7 @@ class Council:
         return Formed(current.number, current.members, tuple(waiting), current.gone, seconds, steps)
 
     def _in_vain(self, member: int, trouble: str, now: float) -> None:
-        """Give a roster up that a member cannot use; its trouble came first, others follow it."""
+        """Give up a roster that a member cannot use; after several, dismiss it or end the job."""
         self._give_up({member: trouble})
         self._vain += 1
         count = self._troubles[member] = self._troubles.get(member, 0) + 1
@@ -491,7 +491,7 @@ class Council:
             self._tell(member, Changed(RosterChange("lost", dict(reasons), number)))
 
     def _give_up_soon(self, reasons: Mapping[int, str], now: float) -> None:
-        """Let members come by themselves, which disturbs no step, but not forever."""
+        """Let members finish their step and come to the meeting, for a limited time."""
         self._reasons = {**self._reasons, **reasons}
         self._give_up_at = min(self._give_up_at, now + self.rules.patience)
 
@@ -596,7 +596,7 @@ class Council:
 
 
 def _could_be(roster: Roster, member: int) -> bool:
-    """Whether a roster that a member remembers holds together."""
+    """Whether a roster that a member remembers is valid."""
     different = len(set(roster.members)) == len(roster.members)
     return member in roster.members and different and len(roster.how_far) == len(roster.members)
 

@@ -150,7 +150,7 @@ class ThreadMember(Membership):
         self.enrolled = threading.Event()
 
     def close(self) -> None:
-        """Give back what it takes to be heard, without a word."""
+        """Leave without a message; the council then counts this member as gone."""
         self._council.forget(self)
 
     def hear(self, word: ToMember | Alive | KeysAnswer) -> None:

@@ -1,4 +1,4 @@
-"""A thread that calls listeners, so that one that waits for something delays nobody else."""
+"""A thread that calls listeners, so that a slow listener delays nobody else."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Membership(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it takes to be heard, without a word."""
+        """Close the connection without telling the keeper."""
 
     def _say_steps(self) -> None:
         if self._steps != self._told_steps:
@@ -208,7 +208,7 @@ class Membership(ABC):
         self._listening.end()
 
     def _become_nobody(self, error: MembershipError) -> None:
-        """In a forked child: own nothing, and let no lock that was held matter."""
+        """In a forked child: drop all resources, and replace locks that may have been held."""
         self._lock = threading.Condition()
         self._over = error
         self._questions.become_nobody(error)

@@ -61,7 +61,7 @@ class Questions:
             return [question for question, _ in self._open.values()]
 
     def become_nobody(self, error: MembershipError) -> None:
-        """In a forked child: nobody is asked, and nobody waits."""
+        """In a forked child: forget all questions."""
         self._lock, self._over = threading.Lock(), error
         self._open.clear()
 

@@ -108,4 +108,4 @@ class Members(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what it takes to be heard, without a word."""
+        """Close the connection without telling the keeper."""

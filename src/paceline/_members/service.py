@@ -375,7 +375,7 @@ class Service:
         self.council.recall(roster, now, lost)
 
     def _replay(self) -> None:
-        """Be what the keeper before this one was when it was killed."""
+        """Restore the state of the previous keeper from its journal."""
         for record in self._journal.records:
             match record:
                 case GivenNumbers():

@@ -120,7 +120,7 @@ class _RankLine(asyncio.Protocol):
             self.hang_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Be gone."""
+        """Forget this connection."""
         self._host.gone(self)
 
     def send(self, data: bytes) -> None:

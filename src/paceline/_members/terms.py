@@ -233,7 +233,7 @@ class TermRight:
 
 
 def _short(roster: Roster | None) -> Roster | None:
-    """A roster without what was only said."""
+    """A roster without the reasons, which need not be kept."""
     if roster is None or not roster.number:
         return None
     how_far = tuple(HowFar(one.steps, one.whole) for one in roster.how_far)

@@ -37,7 +37,7 @@ Hook = Callable[[GradBucket], "Future[Tensor]"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Starter:
-    """How a bucket was sent off last; mostly it is sent off so again."""
+    """How a bucket was sent last time, to send it the same way again."""
 
     buffer: Tensor
     way: tuple[Group, bool, bool]
@@ -132,7 +132,7 @@ class Bucket:
 
     @property
     def payload(self) -> Tensor:
-        """The gradients, without what rides behind them."""
+        """The gradients, without the header behind them."""
         return self.buffer[: self.size]
 
     @property
@@ -259,7 +259,7 @@ class Bucket:
         self.phase = Phase.REDUCED
 
     def abandon(self) -> None:
-        """Wait until nobody writes here any more, well or badly."""
+        """Wait until nothing writes to this memory any more, whether it succeeded or failed."""
         with contextlib.suppress(Exception):
             self.work.wait()
         with contextlib.suppress(Exception):
@@ -314,7 +314,7 @@ class Bucket:
         return list(found) if self.lends else []
 
     def withhold(self, slot: int) -> None:
-        """Leave ``.grad`` as it was before the pass: nobody had a gradient."""
+        """Leave ``.grad`` as it was before the pass, because no rank had a gradient."""
         self.kept.pop(slot, None)
 
     def add(self, slot: int, total: Tensor) -> None:

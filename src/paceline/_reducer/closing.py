@@ -55,7 +55,7 @@ class PassClosing:
         self._tell_others(tell_end)
 
     def send(self) -> None:
-        """Let all leave that has not left yet; waits for nobody."""
+        """Send every bucket that was not sent yet, without waiting."""
         self._pass.ended = time.perf_counter_ns()
         filling, last = self._filling, self._buckets[-1]
         for bucket in self._buckets[self._pass.next : -1]:
@@ -197,7 +197,7 @@ class PassClosing:
         of.handed.overdue = error
 
     def _refuse_trouble(self, told: Header | None) -> None:
-        """When a rank said that it cannot go on, raise what it says on every rank."""
+        """If a rank reported a failure, raise it on every rank."""
         if told is None or not told.trouble:
             if self._pass.failure is not None:  # the header had left before
                 raise self._pass.failure
@@ -245,7 +245,7 @@ class PassClosing:
             self._add_mean(number, held.get(number), self._method.share)
 
     def _add_mean(self, number: int, part: Tensor | None, share: float) -> None:
-        """Add what ranks have apart from their buckets, each its ``share`` of it."""
+        """Average what ranks have outside of their buckets, weighted by ``share``, and add it."""
         total = torch.zeros_like(local(self._of.params[number]))
         if part is not None and share:
             total.add_(local(part), alpha=share)
@@ -283,7 +283,7 @@ class PassClosing:
             of.listeners.hear_all()
 
     def _note_answer(self, missed: Collection[int], told: Header | None) -> None:
-        """Has this pass answered the forward? All ranks agree: what none reached is the same."""
+        """Note whether this pass completes the forward; all ranks get the same answer."""
         of = self._of
         unreached = [number for number in missed if not of.picture.used[number]]
         at_once = told is None or of.policy.find_unused

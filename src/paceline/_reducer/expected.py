@@ -34,7 +34,7 @@ class Expected:
 
     @property
     def nothing(self) -> bool:
-        """Whether a backward pass that comes through no output is none of ours."""
+        """Whether a backward pass that does not go through an output is not averaged."""
         return self.state is Expects.NONE
 
     @property

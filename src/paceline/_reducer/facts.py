@@ -24,7 +24,7 @@ from .weights import Ledger
 
 
 class Facts:
-    """A reducer, as far as it can be asked."""
+    """The read-only part of a reducer."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class Facts:
 
     @property
     def averages(self) -> bool:
-        """Whether passes are averaged: there is somebody to average with, or who wants to see."""
+        """Whether passes are averaged: there are other ranks, or observers of averages."""
         if not self.params:
             return False
         seen = self.comm_hook is not None or self.layout.scattered or self.observers.see_gradients
@@ -132,7 +132,7 @@ class Facts:
         )
 
     def unseen(self) -> list[int]:
-        """Parameters with a gradient that should have been averaged and that nobody saw coming."""
+        """Parameters with a gradient that should have been averaged, but that no hook noticed."""
         expected = self.expected
         if not expected.is_unanswered or not self.listeners.hear_few or not expected.wanted():
             return []

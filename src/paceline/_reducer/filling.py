@@ -38,7 +38,7 @@ class Filling:
                     self.take(bucket, [slot])
 
     def act(self, index: int, slot: int | None, *, completes: bool) -> None:
-        """Take a large gradient, if ``slot`` says so, and send off what is complete now."""
+        """Take the large gradient at ``slot``, if given, and send buckets that are complete."""
         bucket = self._of.layout.buckets[index]
         with torch.no_grad():
             if slot is not None and bucket.phase is Phase.FILLING:

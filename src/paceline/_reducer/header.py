@@ -99,7 +99,7 @@ class Said:
 
 
 def write(memory: Tensor, said: Said, scale: float, ranks: int) -> None:
-    """Say it; ``scale`` is what gradients are multiplied by on the way to a mean."""
+    """Write it; ``scale`` is the factor by which gradients are multiplied for the mean."""
     memory.fill_(scale)
     start = FIXED + ranks
     fixed = torch.zeros(start, dtype=memory.dtype)
@@ -230,5 +230,5 @@ class Mailbox:
         return heir
 
     def begin_anew(self) -> None:
-        """Headers will be others than those so far; whoever holds the mailbox still does."""
+        """Start over with headers of another layout; the mailbox object stays the same."""
         self._usual, self._latest, self._kept = torch.empty(0), None, None

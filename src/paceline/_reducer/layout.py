@@ -87,7 +87,7 @@ class Layout:
         self.rebuilt = True
 
     def keep_only(self, wanted: Callable[[int], bool]) -> None:
-        """Leave parameters out of the plan that nobody wants; not all of them."""
+        """Drop parameters that are not ``wanted`` from the plan, unless that would drop all."""
         rows = (tuple(n for n in row if wanted(n)) for row in self.plan)
         self.plan = tuple(row for row in rows if row) or self.plan
 
@@ -172,5 +172,5 @@ def agreed_order(
 
 
 def last_times(arrival: Sequence[int]) -> list[int]:
-    """Each number once, in the order of its last time."""
+    """Each number once, in the order of its last occurrence."""
     return list(dict.fromkeys(reversed(arrival)))[::-1]

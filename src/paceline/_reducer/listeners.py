@@ -82,7 +82,7 @@ class Listeners:
 
     @property
     def hear_few(self) -> bool:
-        """Whether a backward pass may come to parameters without a sign."""
+        """Whether a backward pass may reach parameters without being noticed."""
         return self._wanted and len(self._announcing) < len(self._reducer.params)
 
     def learn(self) -> None:
@@ -117,7 +117,7 @@ class Listeners:
         unseen.guard(self._reducer)
 
     def hear_all(self) -> None:
-        """A pass came without a sign: from now on every parameter tells of one."""
+        """A pass came unnoticed: from now on every parameter has a hook."""
         self._hears_all = True
         missing = [n for n in range(len(self._reducer.params)) if n not in self._announcing]
         self._announce(missing if self._wanted else ())

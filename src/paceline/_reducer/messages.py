@@ -1,4 +1,4 @@
-"""What a rank in trouble says, where the header alone is read: left in the store of the group.
+"""Messages of failed ranks, left in the group's store where only the header is read.
 
 On a device ranks learn from a header, a pass later, that one of them could not go on. By then that
 rank may have gone, so they cannot ask it. It leaves its words where the ranks of the group met; if

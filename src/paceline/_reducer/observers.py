@@ -30,7 +30,7 @@ class Observers:
 
     @property
     def see_gradients(self) -> bool:
-        """Whether somebody waits for averages, so that a group of one rank makes them too."""
+        """Whether an observer needs averages, so that a group of one rank computes them too."""
         return bool(self._of_buckets or self._of_averages)
 
     @property

@@ -54,7 +54,7 @@ def first_plan(specs: Sequence[Spec], caps: Sequence[int]) -> Assignment:
 
 
 def learned_plan(specs: Sequence[Spec], caps: Sequence[int], arrival: Sequence[int]) -> Assignment:
-    """In the order of arrival; parameters that did not come stand last, the latest first."""
+    """Plan in the order of arrival; parameters without a gradient come last, the last one first."""
     came = set(arrival)
     rest = [number for number in reversed(range(len(specs))) if number not in came]
     return assign(specs, caps, [*arrival, *rest])

@@ -58,7 +58,7 @@ class Runner:
         self._retired = True
 
     def forget(self) -> None:
-        """Whatever was left halfway belongs to buckets that are gone."""
+        """Drop an unfinished pass: its buckets are gone."""
         self.current = None
 
     # -- the signs of a backward pass ---------------------------------------------------------
@@ -70,7 +70,7 @@ class Runner:
                 output.register_hook(self._reached)
 
     def _reached(self, _grad: Tensor) -> None:
-        """It may be ``autograd.grad``, which comes to no parameter; then the end finds nothing."""
+        """A backward pass has reached an output; ``autograd.grad`` may then reach no parameter."""
         if not self._runs and not self._retired and self._of.averages:
             self._wait_for_gradients(watched=True)
 
@@ -245,7 +245,7 @@ class Runner:
             self.finish()
 
     def send(self) -> None:
-        """Let all leave that is left; :meth:`finish` waits for the averages."""
+        """Send everything that was not sent yet; :meth:`finish` waits for the averages."""
         sending = self.running
         sending.move(State.EXCHANGING)
         self._closing = PassClosing(self._of, sending, self.filling)
@@ -277,7 +277,7 @@ class Runner:
             self._leave()
 
     def _fail(self, failing: Pass, error: BaseException) -> None:
-        """Nobody can say what the gradients are now; what is under way must not write any more."""
+        """Fail the pass: gradients are undefined now, and nothing may write to buckets later."""
         of = self._of
         failing.move(State.FAILED)
         self.error = str(error)

@@ -106,7 +106,7 @@ class Sum:
         return list(self.others) if self.promised else self.levels()
 
     def send(self) -> None:
-        """From now on the place is the group's."""
+        """Mark the place as sent: it belongs to the group now."""
         if self.level is None:
             self.place.zero_()
         self.sent = True

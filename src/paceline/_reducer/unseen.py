@@ -1,4 +1,4 @@
-"""Gradients that nobody saw coming: said before an optimizer uses them.
+"""Gradients that no hook noticed: found before an optimizer uses them.
 
 A backward pass is seen at the outputs of the wrapper's forward, and at some parameters. One that
 comes by neither leaves gradients of this rank alone. A look at every ``optimizer.step()`` finds

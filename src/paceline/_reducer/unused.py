@@ -1,4 +1,4 @@
-"""Picture: which parameters this rank's passes reached, and what rules say of that."""
+"""Picture: which parameters this rank's passes reached, and whether the policy allows it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Ledger:
         return not cleared
 
     def forget_gathered(self) -> None:
-        """What weighted passes left does not count any more."""
+        """Drop what weighted passes have accumulated."""
         self.total = 0.0
         self.base, self._versions = {}, {}
 
@@ -97,7 +97,7 @@ class Ledger:
             param.grad = before
 
     def kept(self, grad: Tensor) -> float:
-        """What a gradient of the kind of ``grad`` is divided by until it is in its bucket."""
+        """What a gradient like ``grad`` is divided by until it is in its bucket; mostly 1."""
         return self.keeps if self.open and grad.dtype is torch.float16 else 1.0
 
     def give(self, number: int, param: nn.Parameter) -> bool:

@@ -122,7 +122,7 @@ def hear_of_compilations(begins: Callable[[str], None], ends: Callable[[str], No
 
 
 class _Heard:
-    """A callback of ours, to be told from others."""
+    """A callback, recognizable as one of ours."""
 
     def __init__(self, is_for: Callable[[str], None]) -> None:
         self.is_for = is_for

@@ -1,4 +1,4 @@
-"""What waits for the next group of this process: torch is told nothing before there is one."""
+"""Changes to torch that are made when this process opens its first group, and not before."""
 
 from __future__ import annotations
 

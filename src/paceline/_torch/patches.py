@@ -46,7 +46,7 @@ def after_take_back(callback: Callable[[], None]) -> None:
 
 
 def take_back() -> None:
-    """Make torch what it was before all changes; they are made again when next they are needed."""
+    """Undo all changes; they are made again when they are next needed."""
     while _changes:
         _changes.pop().take_back()
     while _then:

@@ -1,4 +1,4 @@
-"""Which versions of torch paceline works with, and what is said where torch is another one.
+"""Which versions of torch paceline works with, and what happens with others.
 
 Older than :data:`OLDEST`: an error at import. Newer than :data:`NEWEST`: one warning, in the first
 rank alone, when a job makes its first group; and where paceline does not even import, an error that
@@ -47,7 +47,7 @@ def refuse_older() -> None:
 
 @contextlib.contextmanager
 def blaming_untested() -> Generator[None, None, None]:
-    """Say so where an import fails and torch is newer than paceline has been tested with."""
+    """Add to an import error that this torch is newer than the versions tested."""
     try:
         yield
     except (ImportError, AttributeError) as error:

@@ -135,7 +135,7 @@ def on_all(
 
 
 class SilentError(ConnectionError):
-    """A rank that was there has not answered."""
+    """A rank that had arrived did not answer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} of this host was there and has not answered")
@@ -149,7 +149,7 @@ def _blamed(error: Exception, rank: int) -> int:
 
 
 def told(error: Exception) -> str:
-    """What went wrong here, for those who cannot see it."""
+    """What went wrong on this rank, as text for the other ranks."""
     if isinstance(error, OSError) and error.errno in _LIMITS:
         return f"{error.strerror} ({_LIMITS[error.errno]})"
     if isinstance(error, EngineUnavailableError):

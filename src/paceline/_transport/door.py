@@ -98,7 +98,7 @@ class Door:
 
     @property
     def address(self) -> bytes:
-        """Where to knock."""
+        """The address to connect to."""
         return bytes(self._listener.getsockname())
 
     def take(
@@ -145,7 +145,7 @@ class Door:
                 self._changed.notify_all()
 
     def _admit(self) -> None:
-        """Let one in who knocks."""
+        """Check a new connection, and accept it if it belongs to the group."""
         try:
             guest, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # gone again

@@ -472,14 +472,14 @@ class Shm:
             self._calls.pl_poke(engine)
 
     def _finish(self, operation: clib.Operation, status: int) -> None:
-        """Stay with an operation that was started here until it ends."""
+        """Wait until an operation that was started here has ended."""
         while status == AGAIN:
             status = self._wait(addressof(operation), PATIENCE_NS)
         if status:
             raise self._error(operation, status)
 
     def _give_up(self, operation: clib.Operation) -> None:
-        """After an interrupt: neither the other ranks nor the engine may go on with it."""
+        """After an interrupt: stop the operation on this rank and on the others."""
         address = addressof(operation)
         if not self._calls.pl_test(address):
             self._calls.pl_abort(operation.engine)

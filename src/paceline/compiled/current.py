@@ -1,6 +1,6 @@
 """The current group of a thread, inside a graph.
 
-Dynamo has no word for a value that belongs to a thread. It has one for an attribute of a module,
+Dynamo cannot express a value that belongs to a thread. It can express an attribute of a module,
 which it reads again before every call of the compiled code to check its guards, and to hand the
 value to the graph. ``of_this_thread`` is such an attribute of this module, made on demand.
 """

@@ -205,7 +205,7 @@ def _shapes(
 
 
 class _Passing(torch.autograd.Function):
-    """What passes a gate, unchanged."""
+    """The identity function of a gate."""
 
     @staticmethod
     def forward(ctx: Any, gate: PassageGate, call: Tensor, where: Any, *tensors: Tensor) -> Any:

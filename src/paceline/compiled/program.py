@@ -116,7 +116,7 @@ def write_gathering(
 
 
 def _its_own(function: Any) -> Callable[..., Any]:
-    """Code of its own: Dynamo counts recompiles by code, and all programs would count as one."""
+    """A copy with its own code object: Dynamo counts recompiles by code object."""
     name = f"{function.__name__}_{next(_programs)}"
     function.__code__ = function.__code__.replace(co_name=name)
     return function  # type: ignore[no-any-return]

@@ -181,7 +181,7 @@ class Step:
             return None
 
     def _count_failed(self, error: Exception, last: bool) -> None:
-        """Count a step that failed here, where the others count it before they know.
+        """Count a step that failed here, since the other ranks have counted it already.
 
         It changes nothing on any rank; but whoever goes on has to count as the others do.
         """

@@ -184,7 +184,7 @@ class WrapperTurns:
 
 
 def _be_patient(ddp: DistributedDataParallel, group: Group, timeout: timedelta) -> None:
-    """Until a first pass is over, other ranks may be as late as compiling makes them."""
+    """Wait longer for other ranks until the first pass is over, since they may still compile."""
     usual, reducer = group.timeout, ddp.replica.reducer
     if usual >= timeout or reducer.passes:
         return

@@ -91,7 +91,7 @@ def classes_of(optimizer: Optimizer, indices: dict[Tensor, int]) -> list[Class]:
 
 
 def hold(optimizer: Optimizer, classes: Sequence[Class], params: Sequence[Tensor]) -> bool:
-    """Whether the classes are still right: nobody else has stepped, or loaded another state."""
+    """Whether the classes still hold: no other step was taken and no state was loaded."""
     for found in classes:
         group = optimizer.param_groups[found.group]
         if found.kind != _kind(optimizer, group) or found.versions != _versions(found.steps):

@@ -183,7 +183,7 @@ def wire_numbered(wire: Tensor) -> Wire:
 
 
 def _fill(given: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Copy ``own`` where a backend works on copies instead of what it was given."""
+    """Copy the results to ``given`` if a backend works on copies of its inputs."""
     for copy, original in zip(given, own, strict=True):
         if copy.data_ptr() != original.data_ptr():
             copy.copy_(original)

@@ -26,7 +26,7 @@ __all__ = ["keyed_random"]
 
 
 class _ThreadTurns:
-    """One thread at a time, and as often as it likes."""
+    """A lock for one thread at a time, which may take it repeatedly."""
 
     def __init__(self) -> None:
         self._begin()

@@ -29,7 +29,7 @@ class _BufferCommHookLocation(Enum):
 
 @dataclass(frozen=True)
 class _BufferCommHook:
-    """What stands in for the broadcast."""
+    """A hook that replaces the broadcast of buffers."""
 
     buffer_comm_hook: Callable[..., Any]
     buffer_comm_hook_state: Any

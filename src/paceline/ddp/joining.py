@@ -60,7 +60,7 @@ class DDPJoinHook(JoinHook):
         self.ddp.replica.leave_join()
 
     def answer_others(self) -> None:
-        """Let no rank wait in a SyncBatchNorm layer for this one, which calls it no more."""
+        """Answer SyncBatchNorm layers of other ranks, which this rank no longer calls."""
         rows = self._rows()
         if rows is not None:
             rows.stand_in()

@@ -22,7 +22,7 @@ _FIRST = 10  # passes whose times are always kept
 
 @dataclass
 class Times:
-    """Times of passes, in nanoseconds, kept for the first ones and then for every so manieth."""
+    """Times of passes in nanoseconds, for the first passes and then for every n-th one."""
 
     sample_rate: int = 100
     forward_start: int = 0
@@ -163,7 +163,7 @@ _ENGINES = {
 
 
 def environment(backend: str) -> Mapping[str, Any]:
-    """The variables that rule how ranks meet and talk."""
+    """The environment variables that affect communication."""
     wanted = {
         "master_port": "MASTER_PORT",
         "master_addr": "MASTER_ADDR",

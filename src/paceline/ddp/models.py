@@ -1,4 +1,4 @@
-"""Are the ranks' models alike, and making them so: what happens once, at construction."""
+"""Checks once, at construction, that all ranks have the same model, and broadcasts rank 0's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def verify(
 
 
 def differences(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Where two descriptions part, one sentence each."""
+    """The differences between two descriptions, one sentence each."""
     if len(ours) != len(theirs):
         here = next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),

@@ -84,7 +84,7 @@ def ask_first(module: nn.Module, _prefix: str, _keep_vars: bool) -> Any:
 
 @atexit.register
 def _ask_at_exit() -> None:
-    """Too late to raise: say so at least."""
+    """At exit it is too late to raise: print the failure."""
     for held in list(_replicas.values()):
         living = held()
         try:

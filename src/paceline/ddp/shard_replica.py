@@ -421,7 +421,7 @@ class ShardReplica(Replica):
             )
 
     def forward_failed(self, error: BaseException) -> None:
-        """The shard around it tells the others."""
+        """Do nothing: the surrounding shard tells the other ranks."""
 
     def samples(self, count: float) -> Any:
         """Let the shard that is computed now count as ``count`` samples."""

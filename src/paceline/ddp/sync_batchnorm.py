@@ -189,7 +189,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 @dataclass(frozen=True)
 class Line:
-    """How a layer speaks to its like on the other ranks."""
+    """How a layer communicates with the same layer on the other ranks."""
 
     group: Group
     lent: Lent

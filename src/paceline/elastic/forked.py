@@ -1,4 +1,4 @@
-"""What a member does differently that was forked from a process with torch in it: nothing.
+"""Makes a member that was forked from a process with torch in it behave like any other.
 
 torch reads ``OMP_NUM_THREADS`` when it is imported. A script may set it before that; in a member
 that was forked the import has been before, and ranks with other numbers of threads than the rest

@@ -289,7 +289,7 @@ class Job:
         return every > 0 and self.steps > 0 and self.steps % every == 0 and self.steps != last
 
     def _close(self) -> None:
-        """Part only when all have done the last step."""
+        """Leave only when all ranks have done the last step."""
         self._group.all_reduce(torch.zeros(1, device=self._group.device))
 
     def _save(self, *, final: bool = False) -> None:

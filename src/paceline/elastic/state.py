@@ -26,10 +26,10 @@ MODEL, GRADIENT = "model.", "gradient."
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be had and put back: a scheduler, a scaler, a metric."""
+    """Anything whose state can be saved and restored: a scheduler, a scaler, a metric."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on from here."""
+        """The state to continue from."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Go on from there."""

@@ -1,4 +1,4 @@
-"""Arguments of a collective, looked at before anything is sent.
+"""Checks the arguments of a collective before anything is sent.
 
 Every check ends in :class:`CollectiveArgumentError`, which says rank, operation, what was expected
 and what came.

@@ -76,7 +76,7 @@ class Place:
 
 
 class _Late(Exception):
-    """The time is over."""
+    """The timeout has passed."""
 
 
 class Meetings:
@@ -132,7 +132,7 @@ class Meetings:
                 raise self._ended(gate)
 
     def _look_around(self, meeting: Store) -> None:
-        """Note who is here: whoever left because its time was over is not missing."""
+        """Note who is here: a rank that left because of its own timeout is not missing."""
         self._seen.update(name for name in self._names if meeting.check([f"here/{name}"]))
 
     def _first_open(self) -> int:

@@ -26,7 +26,7 @@ class GroupCard(msgspec.Struct, frozen=True):
 
 
 class MergeWord(msgspec.Struct, frozen=True):
-    """What the first rank of a group tells its others: where they stand, or why nowhere."""
+    """What the first rank of a group tells its other ranks: their new ranks, or why it failed."""
 
     number: int
     before: int

@@ -26,7 +26,7 @@ _TEXT = 192  # bytes of a line and a call, in words
 
 
 def check_setting(checks: str, store: Store, rank: int, size: int) -> None:
-    """Refuse what is no setting, and a strict group that is strict on some ranks only."""
+    """Refuse an invalid setting, and a group that is strict on some ranks only."""
     if checks not in CHECKS:
         raise RendezvousError(f"checks is {checks!r}", f"Give one of {', '.join(CHECKS)}.", rank)
     store.set(f"checks/{rank}", checks)

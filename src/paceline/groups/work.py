@@ -39,7 +39,7 @@ _NO_TIMEOUT = timedelta(0)  # torch's word for it
 
 
 def wait_for(work: TorchWork, seconds: float | None) -> bool:
-    """Wait for anybody's work, as torch's C++ does: with a timeout, always.
+    """Wait for any Work, ours or torch's, always with a timeout, as torch's C++ does.
 
     False when it took longer: it goes on, and can be waited for again.
     """
@@ -111,7 +111,7 @@ class Work(TorchWork):
             del self  # the error's traceback has this frame, and would hold what holds the error
 
     def _wait_in_turn(self, turn: threading.RLock, seconds: float | None) -> None:
-        """Wait, or for whoever waits already.
+        """Wait, or wait for the thread that waits already.
 
         A message of gloo's is handed to one who waits for it; a second would wait for ever.
         """
@@ -211,7 +211,7 @@ class Work(TorchWork):
 
 
 class Finished(Work):
-    """What was done before it was asked for; a message that is here says where it came from."""
+    """A call that was complete when it returned; for a received message it has the source rank."""
 
     _ended = True
     _source = -1

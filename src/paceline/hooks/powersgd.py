@@ -84,7 +84,7 @@ def _prepare(
 
 @dataclass
 class _PowerSGDExchange:
-    """One bucket's way."""
+    """The communication of one bucket."""
 
     state: PowerSGDState
     group: ProcessGroup
@@ -125,7 +125,7 @@ class _PowerSGDExchange:
         return found
 
     def _first_q(self, batch: MatrixBatch, like: Tensor) -> Tensor:
-        """Where the last step ended, or anywhere."""
+        """Start from the ``Q`` of the last step, or from random columns."""
         found = []
         for slot in batch.slots:
             q = self.state.q_memory_dict.get(self.indices[slot])

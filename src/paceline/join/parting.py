@@ -78,16 +78,16 @@ def parting_of(group: ProcessGroup, device: torch.device) -> Parting:
 
 
 class Alone:
-    """Nobody to tell, or no way to."""
+    """No other ranks, or no way to reach them."""
 
     meets = False
 
     def is_echo(self, error: BaseException) -> bool:
-        """Never: nobody could be told apart."""
+        """False: there are no notes to compare with."""
         return False
 
     def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
-        """Have nothing."""
+        """Return no notes."""
         return ()
 
 
@@ -140,7 +140,7 @@ class ByStore:
         return any(isinstance(e, dist.DistError) or self._backend in str(e).lower() for e in found)
 
     def exchange(self, note: PartingNote) -> Sequence[PartingNote]:
-        """Read what is there, then leave the own; nobody waits."""
+        """Read the notes that are there, then leave this rank's own; does not wait."""
         notes: list[PartingNote] = []
         with suppress(RuntimeError):  # a store may live in the process that is gone
             for rank in range(self._size):

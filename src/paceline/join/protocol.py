@@ -302,7 +302,7 @@ class Join:
         return told or self._progress.terminated
 
     def _part(self, error: BaseException) -> None:
-        """Let no rank wait for this one; raises if it was not this one's fault."""
+        """Free ranks that wait for this one; raise if another rank's failure came first."""
         rank, step = self._group.rank(), self._progress.step
         if isinstance(error, GroupError):  # the engine has told the others, or cannot
             _raise_with_step(error, step)

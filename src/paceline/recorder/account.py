@@ -1,4 +1,4 @@
-"""Account: what a rank tells of itself, in a form that travels.
+"""Account: what a rank reports about itself, in a form that can be sent.
 
 A rank that waits compares accounts of all ranks (``verdict.py``). Nothing here is a tensor or a
 pickle: numbers, words, and lines of the user's code.

@@ -221,7 +221,7 @@ class Board:
 
     @property
     def name(self) -> str:
-        """What to call the group in a sentence."""
+        """The name of the group in messages."""
         if self.label:
             return self.label
         return f"{self.backend}:{','.join(map(str, self.members)) if self.size <= 8 else self.size}"

@@ -32,7 +32,7 @@ AT_ONCE = 8  # explanations under way; failures beyond them get none
 
 @dataclass(frozen=True)
 class Found:
-    """What there is to say, and the fields of an error that say the same."""
+    """The explanation as text, and as fields of an error."""
 
     text: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)

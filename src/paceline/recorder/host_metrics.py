@@ -39,7 +39,7 @@ _NOTES = msgspec.json.Decoder(RankNumbers)
 
 
 def begin(where: str) -> None:
-    """Keep this process's numbers for its host's endpoint; what goes wrong is said, and no more."""
+    """Keep this process's numbers for its host's endpoint; errors are only printed."""
     try:
         host, port = _address(where)
         folder = _folder(port)

@@ -75,7 +75,7 @@ class Peers:
         self.reset()
 
     def reset(self) -> None:
-        """Know nobody."""
+        """Forget all peers."""
         self.process = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._news = threading.Event()  # a letter has come
@@ -228,7 +228,7 @@ class Peers:
         return msgspec.msgpack.encode(account_of(board))
 
     def ask(self, address: Address) -> Account | Silence:
-        """What that rank says."""
+        """The answer of that rank."""
         if address.process == self.process:
             board = events.boards.get(address.board)
             return Silence.ENDED if board is None else account_of(board)

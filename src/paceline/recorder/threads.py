@@ -1,4 +1,4 @@
-"""Threads that ask: none is waited for but at the end of the process, and then not for long."""
+"""Threads that ask other ranks; only the end of the process waits for them, and not for long."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def _sentence(text: str) -> str:
 
 
 def words(call: Told) -> str:
-    """A call as one says it."""
+    """A call in words."""
     of = f" of {call.shape}" if call.shape else ""
     how = f" {call.reduction.upper()}" if call.reduction else ""
     if call.operation in ("broadcast", "reduce", "gather", "scatter"):

@@ -103,7 +103,7 @@ class Watch:
                 thread.join(LAST_LOOK)
 
     def _stop_if_idle(self) -> bool:
-        """With the last group go the thread and the port."""
+        """Stop the thread and close the port once there are no groups any more."""
         with self._lock:
             if any(_alive(board) for board in list(events.boards.values())):
                 return False
@@ -338,7 +338,7 @@ watch = Watch()
 
 
 def install() -> None:
-    """Be told of groups and failures."""
+    """Register for groups and failures."""
     events.on_board.append(lambda board: watch.opened(board))
     events.on_close.append(lambda board: watch.closed(board))
     events.on_failure.append(lambda entry, error: watch.failed(entry, error))

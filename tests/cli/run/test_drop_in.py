@@ -108,6 +108,28 @@ def test_ranks_that_a_script_spawns_on_a_port_of_its_own_get_all_of_it(script, c
     assert 'init_process_group("gloo") opened paceline\'s engine shm' in ended.err
 
 
+MEETS_ELSEWHERE = """
+import os, socket
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1"))
+store.set("key", "value")  # rank 0 of its own ranks opened it
+print(rank, size, store.get("key"), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+"""
+
+
+def test_a_script_that_meets_on_a_port_of_its_own_opens_a_store_there_without_drop_in_too(
+    script, capsys
+) -> None:
+    ended = paceline(capsys, "run", "--nproc", 1, script(MEETS_ELSEWHERE))
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["[0] 0 1 b'value' True"]
+
+
 def test_importing_torch_names_the_backend_and_imports_nothing_of_paceline() -> None:
     code = (
         "import sys, torch; print(torch.distributed.Backend.PACELINE, 'paceline' in sys.modules, "

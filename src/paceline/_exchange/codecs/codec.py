@@ -56,7 +56,7 @@ class Encoded:
 
 
 class Encodes(Protocol):
-    """The least that a codec can be."""
+    """The methods that every codec has."""
 
     def encode(self, tensor: Tensor) -> Any:
         """A float32 tensor in fewer bytes: a dataclass with ``parts``, which are tensors by name.
@@ -65,7 +65,7 @@ class Encodes(Protocol):
         """
 
     def decode(self, encoded: Any) -> Tensor:
-        """The tensor again, as well as can be."""
+        """A tensor close to the one that was encoded."""
 
 
 class Codec(ABC):

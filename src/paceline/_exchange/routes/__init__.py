@@ -1,4 +1,4 @@
-"""The ways of an encoded bucket to its mean over ranks; ``route.py`` says what they share."""
+"""How an encoded bucket is averaged over ranks; ``route.py`` has what all routes share."""
 
 from .factored import FactorRoute
 from .route import Route, RouteSetting

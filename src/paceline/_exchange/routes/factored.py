@@ -60,7 +60,7 @@ class FactorRoute(Route):
             self.memory.settle()
 
     def _matrices(self, buffer: Tensor, share: float) -> dict[str, Tensor]:
-        """What this rank has to say; views of its memory."""
+        """The matrices that this rank contributes, as views of its memory."""
         flats = self.memory.stretches
         if share:
             self.memory.add(spans_of(buffer, self.layout.large))

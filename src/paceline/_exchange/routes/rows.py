@@ -45,14 +45,14 @@ class RowPacker(Protocol):
 
 
 def row_route(packer: RowPacker, setting: RouteSetting, *, dense: bool) -> Route:
-    """The cheaper of both ways; ``dense``: a mean is no larger than what it is of."""
+    """The cheaper of both routes; ``dense``: the mean of messages is no larger than one message."""
     staged = dense and setting.line.ranks > 2 and setting.layout.large
     kind = TwoStageRoute if staged and not setting.one_stage else GatherRoute
     return kind(packer, setting)
 
 
 class RowRoute(Route):
-    """What both ways have in common."""
+    """What both routes share."""
 
     def __init__(self, packer: RowPacker, setting: RouteSetting) -> None:
         super().__init__(setting)
@@ -88,7 +88,7 @@ class RowRoute(Route):
         return self._frame
 
     def _mean(self, messages: Sequence[Parts]) -> tuple[Tensor, float]:
-        """The mean of what ranks sent, and what they count together."""
+        """The mean of what the ranks sent, and the sum of their weights."""
         width = self.layout.block
         if not self.weighted:
             rows = self.packer.unpack(messages[0], width)

@@ -92,7 +92,7 @@ def demo(
 
 
 def _be_chaotic(ranks: int, steps: int | None, out: Path) -> NoReturn:
-    """``--chaos``: the GPT, elastic, on two ranks at least."""
+    """Run ``--chaos``: the GPT as an elastic job on at least two ranks."""
     from .chaos import STEPS, chaos
 
     _make_folder(out)
@@ -213,7 +213,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _polite_ends() -> Iterator[None]:
-    """Leave nothing behind when someone ends this process by SIGTERM or SIGHUP."""
+    """Clean up when this process gets SIGTERM or SIGHUP."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -255,7 +255,7 @@ def _tell(plan: DemoPlan, ending: TrainingOutcome, ranks: int, out: Path) -> Non
 
 
 def _print(text: str) -> None:
-    """Break lines between words where a terminal would break them anywhere."""
+    """Print ``text``, wrapped between words to the width of the terminal."""
     if sys.stdout.isatty():
         text = textwrap.fill(text, min(WIDEST, shutil.get_terminal_size().columns))
     print(text)

@@ -12,7 +12,7 @@ from .text import NEWLINE, VOCAB, Batch, to_numbers, to_text
 
 
 class Block(nn.Module):
-    """Attention to the past, then a layer of its own for each character."""
+    """A transformer block: causal attention, then a feed-forward layer."""
 
     def __init__(self, width: int, heads: int, bend: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with what was seen and what was thought of it added."""
+        """Add the outputs of attention and of the feed-forward layer to ``x``."""
         x = x + self.out(self._attend(self.norm1(x)))
         y: Tensor = self.down(self.bend(self.up(self.norm2(x))))
         return x + y
@@ -95,7 +95,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """What the demo's layers bend with: GELU alone takes a quarter of a step on some CPUs."""
+    """The activation: GELU would take a quarter of a step on some CPUs."""
     return F.relu(x).square()
 
 

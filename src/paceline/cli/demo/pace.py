@@ -26,7 +26,7 @@ class Pace:
     seconds: float
 
     def progress(self, step: int, elapsed: float) -> float:
-        """How far it is, from 0 to 1, before the step of that number (from 0)."""
+        """The progress from 0 to 1 before the given step (counted from 0)."""
         return min(1.0, max(step / self.steps, elapsed / self.seconds))
 
     def rate(self, step: int, progress: float) -> float:

@@ -64,7 +64,7 @@ def load_text(limit_bytes: int = 4 << 20) -> Tensor:
 
 @lru_cache(maxsize=1)
 def load_library() -> Corpus:
-    """The whole library: most files to learn from, some to be asked about."""
+    """The whole library: most files for training, some held out."""
     files = [path for path in sources() if TABLES not in path.parts]
     held_out = files[HELD_OUT // 2 :: HELD_OUT]
     training = [path for path in files if path not in set(held_out)]

@@ -100,7 +100,7 @@ def _on_software(facts: MachineFacts) -> Iterator[str]:
 
 
 def _on_names(facts: MachineFacts) -> Iterator[str]:
-    """On variables that look like ours and are none: a slip that nothing else would notice."""
+    """On misspelled PACELINE_ variables, which nothing else would notice."""
     for name in facts.settings:
         if name.startswith("PACELINE_") and name not in (*OWN, *BETWEEN_US):
             near = difflib.get_close_matches(name, OWN, 1)

@@ -29,7 +29,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class Probe:
-    """How one try went."""
+    """The result of one try."""
 
     asked: str  # for the backend of that name
     backend: str  # and got this one

@@ -204,7 +204,7 @@ class Agent(OpenAgent):
         return outlook
 
     def _go_on_without(self, rank: int) -> None:
-        """Tell that a rank is lost, and leave nothing of it."""
+        """Report that a rank is lost, and kill what is left of it."""
         attempt = self.attempt
         why = attempt.why(rank) if rank in attempt.endings else ""
         say.complain(tell_lost(rank, attempt.size, why, attempt.losses.lost[rank]))
@@ -216,7 +216,7 @@ class Agent(OpenAgent):
         self._end_for_good(ranks)
 
     def _end_for_good(self, ranks: Collection[int]) -> None:
-        """Ask all to end, and leave nothing of ``ranks``; a signal that comes has its own way."""
+        """Ask all ranks to end, and kill what is left of ``ranks``; a signal may shorten this."""
         self._end_ranks(ways_to_end(False, self.grace))
         if not self._signals:
             self._kill(ranks)
@@ -276,7 +276,7 @@ class Agent(OpenAgent):
             raise SignalException("while ranks were ended", signal.Signals(noted[0]))
 
     def _end_ranks(self, steps: Collection[tuple[signal.Signals, float]]) -> None:
-        """Take one step after the other, until a signal comes."""
+        """Send ranks these signals, with a wait after each; stop if this process gets a signal."""
         for number, seconds in steps:
             self._note_endings()
             running = self.attempt.running
@@ -286,7 +286,7 @@ class Agent(OpenAgent):
                 return
 
     def _kill(self, ranks: Collection[int]) -> None:
-        """Leave nothing of these ranks' sessions."""
+        """Kill every process of these ranks' sessions."""
         sessions = {pid for rank, pid in self.attempt.pids.items() if rank in ranks}
         for pid in members_of(sessions):
             with suppress(ProcessLookupError, PermissionError):

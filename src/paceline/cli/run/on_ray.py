@@ -157,7 +157,7 @@ def environments(seats: Sequence[Seat], port: int) -> list[dict[str, str]]:
 
 @dataclass
 class _RayRun:
-    """Ranks that run, from outside."""
+    """The running ranks, as the launcher sees them."""
 
     ray: Any
     actors: Sequence[Any]

@@ -24,7 +24,7 @@ _RANKS_ANYWHERE, _RANKS_PER_CORE = 256, 8  # more than either is a slip of the f
 
 
 def check_shown(shown: Collection[int], size: int) -> None:
-    """Refuse to show ranks that there are none of: nothing at all would be shown."""
+    """Refuse ``--show`` with ranks that do not exist: nothing would be shown."""
     if beyond := sorted(rank for rank in shown if rank >= size):
         ranks = ", ".join(map(str, beyond))
         raise LaunchError(

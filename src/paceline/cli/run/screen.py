@@ -209,7 +209,7 @@ def _flush(screen: Screen) -> None:
 
 
 def _let_go(screen: Screen) -> None:
-    """Write to nowhere from now on; Python would complain again when it closes the stream."""
+    """Discard further output; Python would raise again when it closes the stream."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, screen.stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Signals that end a launcher, and those that it must not take: nohup ignores SIGHUP for it."""
+"""Signals that end a launcher, except those it was started to ignore (nohup ignores SIGHUP)."""
 
 from __future__ import annotations
 

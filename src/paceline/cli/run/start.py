@@ -84,7 +84,7 @@ def _start_elastic(plan: Launch, script: Script, elastic: Elastic, shown: Collec
 
 
 def check_elastic(elastic: Elastic, ray: str | None) -> None:
-    """Refuse numbers that cannot be, and launchers that start no single rank."""
+    """Refuse invalid numbers, and launchers that cannot start single ranks."""
     if ray is not None:
         _refuse_elastic("--ray", "paceline run itself")
     for name, count, least in (
@@ -102,7 +102,7 @@ def check_elastic(elastic: Elastic, ray: str | None) -> None:
 
 
 def check_store(asked: Asked, elastic: Elastic | None) -> None:
-    """Refuse a store that is none, or that nobody would ask."""
+    """Refuse an invalid ``--store``, and one that would not be used."""
     if asked.listen and not asked.store:
         raise LaunchError("--listen goes with --store", "Leave it out, or give --store too.")
     if not asked.store:
@@ -172,7 +172,7 @@ def _check_module(name: str) -> None:
 
 
 def check_numbers(script: Script, conduct: Conduct) -> None:
-    """Refuse counts that cannot be."""
+    """Refuse invalid counts."""
     if script.threads is not None and script.threads < 1:
         raise LaunchError(f"--threads is {script.threads}", "Each rank needs 1 at least.")
     if conduct.max_restarts < 0:

@@ -60,7 +60,7 @@ def tell_missing(lost: Collection[int], size: int, well: bool) -> str:
 
 
 class Outlook(Enum):
-    """What becomes of a run in which ranks have failed."""
+    """Whether a run in which ranks have failed goes on."""
 
     GOOD = auto()  # none has, or the others go on without them
     OPEN = auto()  # the others have not said yet

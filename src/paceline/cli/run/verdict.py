@@ -135,7 +135,7 @@ def _short(message: str) -> str:
 def _tell_others(
     endings: Mapping[int, RankEnding], reports: Mapping[int, FailureReport], first: int, noun: str
 ) -> Iterator[str]:
-    """One line for each fate; ranks that share it share the line."""
+    """One line for each kind of ending; ranks with the same one share a line."""
     only_noticed = first in reports and reports[first].consequence
     fates: dict[str, list[int]] = {}
     lines: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _tell_others(
 
 
 def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> tuple[str, str]:
-    """What happened to another rank: a key to group by, and the words."""
+    """What happened to another rank: a key to group by, and the text."""
     if report and report.kind == "KeyboardInterrupt":
         return "stopped", "then was stopped"
     if report and report.kind != "SystemExit":
@@ -164,7 +164,7 @@ def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> 
 
 
 def runs(ranks: list[int]) -> str:
-    """Numbers with their neighbours drawn together.
+    """Numbers as text, with consecutive ones as ranges.
 
     >>> runs([0, 2, 3, 4, 7])
     '0, 2-4, 7'

@@ -15,7 +15,7 @@ from ..work import Finished
 
 
 class FakeEngine:
-    """One rank of a world that is not there."""
+    """One rank of a world without other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -58,10 +58,10 @@ class FakeEngine:
         return torch.empty(numel, dtype=dtype)
 
     def progress(self) -> None:
-        """There is nothing to move."""
+        """Nothing to do."""
 
     def abort(self) -> None:
-        """Nobody waits."""
+        """Nothing to do: nobody waits."""
 
     def shutdown(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to do: there are no resources."""

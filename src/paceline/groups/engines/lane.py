@@ -113,7 +113,7 @@ class Lane:
             del work
 
     def close(self) -> None:
-        """Let the threads end after what they have; does not wait for them."""
+        """Let the threads end after their current tasks; does not wait for them."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

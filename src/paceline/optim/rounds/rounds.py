@@ -260,7 +260,7 @@ class Rounds(Wrapping, Joinable):
         return {}
 
     def _load_own(self, rounds: dict[str, Any]) -> None:
-        """What a subclass added."""
+        """Load what a subclass has added."""
 
     def _check_state(self, rounds: dict[str, Any]) -> None:
         kind = type(self).__name__

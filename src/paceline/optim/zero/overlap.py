@@ -25,7 +25,7 @@ from .stretches import Slice, even_bounds
 
 
 class _OverlapStatus(enum.IntEnum):
-    """torch's names for how far the optimizer is."""
+    """The states of the optimizer, by torch's names."""
 
     UNINITIALIZED = 0
     DDP_HAS_REBUILT_BUCKETS = 1

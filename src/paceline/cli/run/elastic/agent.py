@@ -284,7 +284,7 @@ class ElasticAgent:
         say.complain(tell_loss(number, how, left, instead))
 
     def _fence(self, process: MemberProcess, why: str) -> None:
-        """End a member that may still believe that it takes part."""
+        """Kill a member that the job has given up, before it can write anything."""
         if process.fenced:
             return
         process.fenced = why
@@ -341,7 +341,7 @@ class ElasticAgent:
     # -- the end ------------------------------------------------------------------------------
 
     def _heed(self, now: float) -> None:
-        """Do what a signal, or the time, asks for."""
+        """Act on signals and on deadlines."""
         if len(self.signals) > 1 and self.phase is not AgentPhase.ENDING:
             say.note("ending all members at once")
             self._kill(self.processes)

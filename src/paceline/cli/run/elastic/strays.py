@@ -36,7 +36,7 @@ class Strays:
         self._groups = {group for group in self._groups if _has_children(group)}
 
     def close(self) -> None:
-        """Adopt nobody any more."""
+        """Stop adopting processes."""
         self.look()
         if self._adopts:
             self._adopts = False

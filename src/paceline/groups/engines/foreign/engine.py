@@ -328,7 +328,7 @@ class ForeignEngine:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def progress(self) -> None:
-        """Its author has seen to that."""
+        """Nothing to do: the group works on its own."""
 
     def abort(self) -> None:
         self.inner.abort()

@@ -36,7 +36,7 @@ class Pair:
         self._rank, self._peer = inner.rank(), 1 - inner.rank()
 
     def takes(self, call: Call) -> bool:
-        """Whether it is better done here."""
+        """Whether this call is faster as an exchange of two ranks."""
         if call.kind not in self._WAYS or call.input_splits or call.output_splits:
             return False
         tensor = call.inputs[0]

@@ -296,7 +296,7 @@ class HybridEngine:
         self._free()
 
     def _free(self) -> None:
-        """Let go whoever waits, here and on the other hosts."""
+        """Free all waiting ranks, on this host and on the others."""
         self._local.abort()
         if self._groups is not None:
             self._groups.links.cut()
@@ -310,7 +310,7 @@ class HybridEngine:
         return self._local.allocate(numel, dtype)
 
     def progress(self) -> None:
-        """The lane's thread sees to it."""
+        """Nothing to do: the lane's thread does it."""
 
     def abort(self) -> None:
         self._end(PeerLeftError(self._rank, "abort", 0, [self._rank], aborted=True))

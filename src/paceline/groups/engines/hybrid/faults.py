@@ -1,4 +1,4 @@
-"""News of faults, by way of the store: gloo tells a rank that something broke, but not what."""
+"""Reports of faults, through the store: gloo says that something broke, but not what."""
 
 from __future__ import annotations
 

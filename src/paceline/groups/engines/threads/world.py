@@ -159,7 +159,7 @@ class World:
         self.changed.notify_all()
 
     def _end(self, rank: int, call: Call, sequence: int) -> GroupError | None:
-        """Why nothing more can happen on ``rank``."""
+        """Why no further call can be made on ``rank``."""
         here = (rank, call.kind, sequence)
         if rank in self._left or rank in self._aborted:
             return GroupClosedError(*here, (rank,), aborted=rank in self._aborted)
@@ -330,6 +330,6 @@ class World:
         self.changed.notify_all()
 
     def _raise_owed(self, rank: int, peer: int) -> None:
-        """Tell a sender what became of its last message."""
+        """Raise if the last message of a sender did not fit."""
         if (error := self._owed.pop((rank, peer), None)) is not None:
             raise error
