@@ -97,7 +97,9 @@ def _tell(asked: str | None, opened: str | None, wanted: str) -> None:
         hint = "--keep-backend leaves it to torch" if wanted == "auto" else f"--backend {wanted}"
         line = f"{said} opened paceline's engine {engine} ({hint})"
     elif wanted != "auto" and asked != "paceline":
-        line = f"{said} is not changed by --backend {wanted}, which counts for gloo and paceline"
+        line = (
+            f"{said} is not changed by --backend {wanted}, which applies to gloo and paceline only"
+        )
     elif opened is not None and str(opened).lower() in _CPU:
         line = f"{said} stays torch's, as there is an accelerator; --backend shm shares memory"
     else:

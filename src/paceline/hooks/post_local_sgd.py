@@ -62,7 +62,7 @@ class PostLocalSGDState:
                 "PostLocalSGDState has a subgroup of the old one. Nothing was changed here; every "
                 "rank with such a state stops.",
                 "Before the wrapper changes its group, set state.subgroup to None for the ranks of "
-                "each machine, or state.process_group and state.subgroup to new ones.",
+                "each host, or state.process_group and state.subgroup to new ones.",
             )
         self.process_group, self.subgroup = process_group, None
 

@@ -118,14 +118,14 @@ def test_machines_that_count_differently_are_told(machine) -> None:
     port = free_port()
     found = together(machine(port, 2, 0), machine(port, 3, 1), timeout=timedelta(seconds=1.5))
     assert all(isinstance(error, LaunchCountError) for error in found)
-    assert any("on another machine" in str(error) for error in found)
+    assert any("on another host" in str(error) for error in found)
 
 
 def test_two_machines_with_one_number_are_told(machine) -> None:
     port = free_port()
     plans = [machine(port, 3, rank) for rank in (0, 1, 1)]
     found = together(*plans, timeout=timedelta(seconds=1.5))
-    assert any("there is a machine 1 of 3 already" in str(error) for error in found)
+    assert any("there is a host with --node-rank 1 already" in str(error) for error in found)
 
 
 def test_a_machine_that_waits_in_vain_says_how_many_came(machine) -> None:

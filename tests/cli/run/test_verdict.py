@@ -45,10 +45,10 @@ def test_a_rank_that_noticed_anothers_end_comes_after_it_though_it_raised_before
 def test_a_restart_blames_no_rank_that_only_noticed_a_failure_of_another_machine() -> None:
     endings = {0: RankEnding(1, 5.0)}
     noticed = judge(endings, {0: report(0, 2.0, "PeerLeftError", consequence=True)}, 2)
-    assert why_again(noticed, machines=2) == "a rank of another machine has failed"
+    assert why_again(noticed, machines=2) == "a rank of another host has failed"
     assert why_again(noticed, machines=1).startswith("rank 0 of 2 failed first: PeerLeftError")
     assert why_again(judge(endings, {}, 2), machines=2).startswith("rank 0 of 2 failed first")
-    assert why_again(None, machines=2) == "another machine starts its ranks again"
+    assert why_again(None, machines=2) == "another host starts its ranks again"
 
 
 def test_a_killed_rank_is_the_cause_of_what_others_noticed() -> None:

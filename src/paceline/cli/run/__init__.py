@@ -1,4 +1,4 @@
-"""``paceline run``: starts a script on several ranks, on one machine or many.
+"""``paceline run``: starts a script on several ranks, on one host or many.
 
 A rank's process begins in ``script.py``, which is started by its path and imports none of this.
 """

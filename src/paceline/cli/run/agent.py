@@ -1,6 +1,6 @@
-"""Starts this machine's ranks through torch's elastic agent, watches them, and ends them.
+"""Starts this host's ranks through torch's elastic agent, watches them, and ends them.
 
-The agent sets the environment, restarts and talks to the other machines' agents. What is ours:
+The agent sets the environment, restarts and talks to the other hosts' agents. What is ours:
 output through pipes that ``screen.py`` reads, how a failure is told (``verdict.py``), and
 that nothing is left running: every rank has a session of its own, which is ended as a whole.
 """
@@ -85,7 +85,7 @@ class Pipes(LogsSpecs):
         )
 
     def _tell_if_hidden(self) -> None:
-        """Say which of the ranks that are to be shown there are none of, on several machines."""
+        """Say which of the ranks that are to be shown there are none of, on several hosts."""
         try:
             check_shown(self.reader.shown, self.attempt.size)
         except LaunchError as error:
@@ -100,7 +100,7 @@ class Pipes(LogsSpecs):
 
 @dataclass
 class Attempt:
-    """One start of this machine's ranks."""
+    """One start of this host's ranks."""
 
     notes: Path
     ranks: dict[int, int] = field(default_factory=dict)  # by local rank
@@ -134,11 +134,11 @@ class Attempt:
 
 
 class FailedElsewhereError(Exception):
-    """Another machine has given up, for the reason that it has sent."""
+    """Another host has given up, for the reason that it has sent."""
 
 
 class Agent(OpenAgent):
-    """torch's agent for the ranks of one machine, with our way of watching and ending them."""
+    """torch's agent for the ranks of one host, with our way of watching and ending them."""
 
     def __init__(self, spec: WorkerSpec, pipes: Pipes, grace: float) -> None:
         super().__init__(spec, pipes)
@@ -185,7 +185,7 @@ class Agent(OpenAgent):
         return super().monitor_workers(worker_group)
 
     def _look(self) -> Outlook:
-        """See what becomes of the ranks that have failed, here and on other machines."""
+        """See what becomes of the ranks that have failed, here and on other hosts."""
         attempt, survivors = self.attempt, read_survivors(self.attempt.notes)
         known = set(attempt.losses.lost)
         failed, reason = attempt.failed, ""
@@ -212,7 +212,9 @@ class Agent(OpenAgent):
         (attempt.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
 
     def _end_those_left_behind(self, ranks: Collection[int]) -> None:
-        say.note(f"the others went on without rank {runs(sorted(ranks))} and have ended; so it is")
+        say.note(
+            f"the others went on without rank {runs(sorted(ranks))} and have ended; it is ended too"
+        )
         self._end_for_good(ranks)
 
     def _end_for_good(self, ranks: Collection[int]) -> None:
@@ -222,7 +224,7 @@ class Agent(OpenAgent):
             self._kill(ranks)
 
     def exit_barrier(self) -> None:
-        """Wait for the other machines; torch calls it when all ranks of this one have ended."""
+        """Wait for the other hosts; torch calls it when all ranks of this one have ended."""
         if not isinstance(self.meeting, MachineMeeting):
             super().exit_barrier()
         else:

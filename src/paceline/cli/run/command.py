@@ -103,7 +103,9 @@ _NODE_RANK = _option(
     _MACHINES, "N", "Number of this host, from 0; by default in the order in which they connect."
 )
 _RDZV_ENDPOINT = _option(_MACHINES, "HOST:PORT", "The address of one of the hosts.")
-_MASTER_ADDR = _option(_MACHINES, "HOST", "The same, as two options.")
+_MASTER_ADDR = _option(
+    _MACHINES, "HOST", "The address alone, with --master-port instead of --rdzv-endpoint."
+)
 _MASTER_PORT = _option(_MACHINES, "PORT", "By default a free port.")
 _RDZV_ID = _option(_MACHINES, "ID", "The name of the run, for MIN:MAX.")
 _KEY = _option(

@@ -53,7 +53,7 @@ class Script:
         return [str(BOOTSTRAP), *mode, self.target, *self.arguments]
 
     def environment(self, nproc: int) -> dict[str, str]:
-        """Variables for all ranks of this machine, beside those that torch's agent sets."""
+        """Variables for all ranks of this host, beside those that torch's agent sets."""
         found = {"PACELINE_BACKEND": self.backend} if self.backend != "auto" else {}
         found |= {"PACELINE_DROP_IN": self._mode} if self._mode else {}
         found |= {"PACELINE_RECORD": os.path.abspath(self.record)} if self.record else {}
@@ -89,7 +89,7 @@ def become(plan: Become, script: Script) -> NoReturn:
 
 
 def launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int] = ()) -> int:
-    """Start this machine's ranks and wait for their end; returns what a shell is to see."""
+    """Start this host's ranks and wait for their end; returns what a shell is to see."""
     os.environ.update(script.environment(plan.nproc), PYTHONUNBUFFERED="1")
     os.environ.pop(SIDE_DOOR, None)  # of a launcher that this one was started under
     if plan.max_nodes == 1 and (name := loopback()):
@@ -137,7 +137,7 @@ def _hush() -> None:
 
 
 def _meeting(plan: Launch) -> RendezvousHandler:
-    """Where the machines meet, or the ranks of a single one."""
+    """Where the hosts meet, or the ranks of a single one."""
     from .meeting import MachineMeeting
     from .one_machine import LocalMeeting, ranks_find_sockets
 
@@ -167,7 +167,7 @@ def _keep_dollars(word: str) -> str:
 
 @dataclass
 class _StoppedError(Exception):
-    """The run ended for a reason outside the ranks of this machine."""
+    """The run ended for a reason outside the ranks of this host."""
 
     reason: str
     code: int
@@ -206,7 +206,7 @@ def _tell(agent: Agent) -> int:
 
 
 def _cause(agent: Agent, verdict: LaunchVerdict) -> str:
-    """Tell the other machines, or hear from them, what came first."""
+    """Tell the other hosts, or hear from them, what came first."""
     from .meeting import MachineMeeting
 
     if isinstance(agent.meeting, MachineMeeting):

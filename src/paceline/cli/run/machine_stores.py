@@ -1,6 +1,6 @@
-"""The stores of a run on several machines: one for its launchers, one for each start of its ranks.
+"""The stores of a run on several hosts: one for its launchers, one for each start of its ranks.
 
-The first machine keeps them. With a key (``--key``) they are Unix sockets there; other machines
+The first host keeps them. With a key (``--key``) they are Unix sockets there; other hosts
 reach them through one port, with TLS and certificates of the job (``_doors``), and give their own
 ranks a Unix socket for it. Without one (``--key none``) they are torch's, at ports that whoever
 reaches them can use.
@@ -44,16 +44,16 @@ from .plan import Launch
 
 _ANSWER = timedelta(seconds=20)  # that a store has to answer once somebody listens there
 _PATIENCE = timedelta(seconds=2)
-_CALL = 20.0  # seconds for one try to reach the first machine
+_CALL = 20.0  # seconds for one try to reach the first host
 _PAUSE = 0.1
 _LAUNCHERS, _RANKS = "launchers", "ranks"  # services
 _ELSEWHERE = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 
 
 class MachineStores(Protocol):
-    """What a machine has of them."""
+    """What a host has of them."""
 
-    hosts: bool  # whether this machine keeps them
+    hosts: bool  # whether this host keeps them
     port: int
 
     @property
@@ -64,14 +64,14 @@ class MachineStores(Protocol):
         """Make an empty store for start ``number`` of the ranks, where they are kept here."""
 
     def ranks_meet_at(self, number: int) -> RendezvousStoreInfo:
-        """What this machine's ranks are told, once all machines have come to that start."""
+        """What this host's ranks are told, once all hosts have come to that start."""
 
     def close(self) -> None:
         """Leave."""
 
 
 def open_stores(launch: Launch, timeout: timedelta) -> MachineStores:
-    """Keep the stores, or reach those of the first machine."""
+    """Keep the stores, or reach those of the first host."""
     return LockedStores(launch, timeout) if launch.key else OpenStores(launch, timeout)
 
 
@@ -80,9 +80,9 @@ class ElsewhereError(Exception):
 
 
 def cannot_listen(launch: Launch, error: OSError, port: int) -> Exception:
-    """Why this machine does not keep the stores."""
+    """Why this host does not keep the stores."""
     if launch.node_rank is None and error.errno in _ELSEWHERE:
-        return ElsewhereError()  # another launcher of this run, here or on its machine
+        return ElsewhereError()  # another launcher of this run, here or on its host
     if error.errno == errno.EADDRINUSE:
         return PortTakenError(
             f"port {port} on {launch.address} is taken by another process",
@@ -96,15 +96,15 @@ def cannot_listen(launch: Launch, error: OSError, port: int) -> Exception:
 
 
 def nobody_answered(launch: Launch, timeout: timedelta) -> LaunchError:
-    """That the first machine did not come."""
+    """That the first host did not come."""
     return LaunchError(
         f"nobody answered at {launch.address}:{launch.port} within {timeout.total_seconds():g} s",
-        "Start paceline on the machine of that address too, and check that the port is open.",
+        "Start paceline on the host of that address too, and check that the port is open.",
     )
 
 
 class LockedStores:
-    """Stores that only machines with the job's key reach."""
+    """Stores that only hosts with the job's key reach."""
 
     def __init__(self, launch: Launch, timeout: timedelta) -> None:
         self.port = launch.port
@@ -129,7 +129,7 @@ class LockedStores:
             self._kept[_RANKS].begin(number)
 
     def ranks_meet_at(self, number: int) -> RendezvousStoreInfo:
-        """What this machine's ranks are told."""
+        """What this host's ranks are told."""
         os.environ["PACELINE_STORE"] = f"unix:{number}:{self._path(_RANKS)}"
         os.environ[SIDE_DOOR] = self._side.folder
         return RendezvousStoreInfo(self._launch.address, self.port)
@@ -166,7 +166,7 @@ class LockedStores:
         self._porter.serve(listener, self._identity, places)
 
     def _reach(self) -> None:
-        """Wait for the first machine, see that it is one of this job, and be led to it."""
+        """Wait for the first host, see that it is one of this job, and be led to it."""
         address = (self._launch.address, self._launch.port)
         until = time.monotonic() + self._timeout.total_seconds()
         while not _answers(lambda: connect(address, self._identity, _LAUNCHERS, _CALL)):
@@ -179,7 +179,7 @@ class LockedStores:
 
 
 def _answers(call: Callable[[], socket.socket]) -> bool:
-    """Whether a machine of the job is there by now; one of another raises StrangerError."""
+    """Whether a host of the job is there by now; one of another raises StrangerError."""
     try:
         call().close()
         return True
@@ -192,7 +192,7 @@ def _answers(call: Callable[[], socket.socket]) -> bool:
 
 
 def refuse_own_name(launch: Launch) -> None:
-    """Refuse the name of this machine where it means loopback: others could not come there."""
+    """Refuse the name of this host where it means loopback: others could not come there."""
     with suppress(OSError):
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)[0][4][0]
         if ipaddress.ip_address(found).is_loopback and not is_literal(launch.address):
@@ -219,7 +219,7 @@ class OpenStores:
             self.store.set(f"paceline/port/{number}", str(port))
 
     def ranks_meet_at(self, number: int) -> RendezvousStoreInfo:
-        """What this machine's ranks are told."""
+        """What this host's ranks are told."""
         port = self.port
         if number > 1:
             port = int(self.store.get(f"paceline/port/{number}"))  # there before all had come
@@ -256,7 +256,7 @@ class OpenStores:
         return store, number
 
     def _join(self) -> Store:
-        """Reach the first machine's store; it may come later, but answers at once when it has.
+        """Reach the first host's store; it may come later, but answers at once when it has.
 
         torch waits without end for the first answer, which may have to come from anybody who
         listens there, and holds up signals meanwhile; hence a thread, which is left behind.
@@ -270,7 +270,7 @@ class OpenStores:
         except FutureTimeoutError:  # until Python 3.11 not the builtin
             raise PortTakenError(
                 f"{address}:{port} belongs to another program, not to a launcher of this run",
-                "Give every machine another port.",
+                "Give every host another port.",
                 port,
             ) from None
 
@@ -298,11 +298,11 @@ def _somebody_listens(address: str, port: int) -> bool:
 
 
 def listen_openly(address: str, port: int, alone: bool) -> socket.socket:
-    """Listen on ``address``; on every interface where that is this machine's name for loopback."""
+    """Listen on ``address``; on every interface where that is this host's name for loopback."""
     family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     own_name_only = ipaddress.ip_address(where[0]).is_loopback and not is_literal(address)
     if own_name_only and not alone:
-        where = ("", port)  # /etc/hosts maps the machine's name to loopback: take every interface
+        where = ("", port)  # /etc/hosts maps the host's name to loopback: take every interface
         family = socket.AF_INET
     listener = socket.socket(family, kind, proto)
     try:

@@ -1,9 +1,9 @@
-"""Where the launchers of a run's machines meet, and its ranks after them.
+"""Where the launchers of a run's hosts meet, and its ranks after them.
 
 torch's own rendezvous listens on every interface and unpickles what it finds there. Here the first
-machine keeps the stores (``machine_stores.py``), and nobody unpickles anything. Machines are
+host keeps the stores (``machine_stores.py``), and nobody unpickles anything. Hosts are
 numbered by ``--node-rank`` or as they come. A restart is a new round: its ranks get a store of
-their own. Where the number of machines may change (``MIN:MAX``), a round begins when the least have
+their own. Where the number of hosts may change (``MIN:MAX``), a round begins when the least have
 come and no more do for a while; who comes later, or again, calls all to the next round.
 """
 
@@ -21,15 +21,15 @@ from ...errors import LaunchCountError
 from .machine_stores import open_stores
 from .plan import Launch
 
-TIMEOUT = timedelta(minutes=15)  # torchrun's, for all machines to come
+TIMEOUT = timedelta(minutes=15)  # torchrun's, for all hosts to come
 LAST_CALL = timedelta(seconds=30)  # torchrun's, for more than the least
-_PATIENCE = timedelta(seconds=2)  # that a consequence waits for its cause on another machine
+_PATIENCE = timedelta(seconds=2)  # that a consequence waits for its cause on another host
 _LOOK = 0.05  # seconds between two looks at the store
-_GOODBYE = timedelta(seconds=5)  # that the first machine waits for the others to hear of a failure
+_GOODBYE = timedelta(seconds=5)  # that the first host waits for the others to hear of a failure
 
 
 class MachineMeeting(RendezvousHandler):
-    """Several machines; the first one keeps the stores."""
+    """Several hosts; the first one keeps the stores."""
 
     def __init__(
         self, launch: Launch, timeout: timedelta = TIMEOUT, last_call: timedelta = LAST_CALL
@@ -47,22 +47,22 @@ class MachineMeeting(RendezvousHandler):
 
     @property
     def hosts(self) -> bool:
-        """Whether this machine keeps the stores."""
+        """Whether this host keeps the stores."""
         return self._stores.hosts
 
     @property
     def port(self) -> int:
-        """Where the machines meet."""
+        """Where the hosts meet."""
         return self._stores.port
 
     @property
     def is_alone(self) -> bool:
-        """Whether there never are other machines."""
+        """Whether there never are other hosts."""
         return self._most == 1
 
     @property
     def may_change(self) -> bool:
-        """Whether machines may come and go."""
+        """Whether hosts may come and go."""
         return self._least != self._most
 
     def get_backend(self) -> str:
@@ -75,7 +75,7 @@ class MachineMeeting(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all machines, and give the ranks of this round a store that is empty."""
+        """Wait for all hosts, and give the ranks of this round a store that is empty."""
         self._round += 1
         if not self.is_alone:
             self._gather()
@@ -94,7 +94,7 @@ class MachineMeeting(RendezvousHandler):
         """Do nothing: there is nobody to keep out."""
 
     def num_nodes_waiting(self) -> int:
-        """Count the machines that have gone on to the next round, where this one shall follow."""
+        """Count the hosts that have gone on to the next round, where this one shall follow."""
         if self.is_alone:
             return 0
         return self._store.add(f"paceline/round/{self._round + 1}", 0)
@@ -104,7 +104,7 @@ class MachineMeeting(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave; the first machine lets the others read why."""
+        """Leave; the first host lets the others read why."""
         if not self.is_alone:
             with suppress(DistError, RuntimeError):
                 self._store.add("paceline/left", 1)
@@ -114,17 +114,17 @@ class MachineMeeting(RendezvousHandler):
         return True
 
     def _alone(self) -> bool:
-        """Whether all other machines that came have left."""
+        """Whether all other hosts that came have left."""
         came = self._store.add("paceline/came", 0)
         return self._store.add("paceline/left", 0) >= came
 
-    # -- failures of other machines -----------------------------------------------------------
+    # -- failures of other hosts -----------------------------------------------------------
 
     def settle(self, headline: str, final: bool, ranks: Collection[int] = ()) -> str:
-        """Agree with the other machines on what failed first, and return it.
+        """Agree with the other hosts on what failed first, and return it.
 
         What is only a consequence (not ``final``) waits a little for its cause to be told.
-        ``ranks`` are this machine's, which have all ended.
+        ``ranks`` are this host's, which have all ended.
         """
         if self.is_alone or self.may_change:  # then the others go on without this one
             return headline
@@ -140,7 +140,7 @@ class MachineMeeting(RendezvousHandler):
         return headline
 
     def failure(self) -> str:
-        """Why another machine gave up; empty while none has."""
+        """Why another host gave up; empty while none has."""
         if self.is_alone:
             return ""
         try:
@@ -151,7 +151,7 @@ class MachineMeeting(RendezvousHandler):
         return ""
 
     def lost(self) -> list[int]:
-        """The ranks of the machines that gave up."""
+        """The ranks of the hosts that gave up."""
         with suppress(DistError, RuntimeError):
             machines = range(1, self._store.add("paceline/failing", 0) + 1)
             words = [self._store.get(f"paceline/lost/{number}").split() for number in machines]
@@ -159,9 +159,9 @@ class MachineMeeting(RendezvousHandler):
         return []
 
     def finish(self, timeout: timedelta, without: Collection[int] = ()) -> str:
-        """Wait for the other machines' ranks to end too; returns why one gave up, if one did.
+        """Wait for the other hosts' ranks to end too; returns why one gave up, if one did.
 
-        ``without`` are ranks that those of this machine have gone on without.
+        ``without`` are ranks that those of this host have gone on without.
         """
         key = f"paceline/round/{self._round}/ended"
 
@@ -176,7 +176,7 @@ class MachineMeeting(RendezvousHandler):
             self._store.add(key, 1)
             self._until(over, timeout)
             return self.failure() if missed() else ""
-        return ""  # the first machine is gone: it does not leave before all have ended, or failed
+        return ""  # the first host is gone: it does not leave before all have ended, or failed
 
     def _until(self, true: Callable[[], bool], timeout: timedelta) -> bool:
         """Whether something became true in time.
@@ -190,7 +190,7 @@ class MachineMeeting(RendezvousHandler):
             time.sleep(_LOOK)
         return True
 
-    # -- several machines ---------------------------------------------------------------------
+    # -- several hosts ---------------------------------------------------------------------
 
     def _gather(self) -> None:
         if self._round == 1:
@@ -208,7 +208,7 @@ class MachineMeeting(RendezvousHandler):
         return None
 
     def _gather_some(self, here: int, done: str) -> None:
-        """Take part in a round of as many machines as come in time, or wait for the next."""
+        """Take part in a round of as many hosts as come in time, or wait for the next."""
         if self.hosts:
             self._close_round(done)
         self._wait_for(done)
@@ -231,8 +231,8 @@ class MachineMeeting(RendezvousHandler):
         if not self._until(lambda: self._store.check([done]), self.timeout):
             came = self._store.add(f"paceline/round/{self._round}", 0)
             raise LaunchCountError(
-                f"{came} of {self._least} machines came within {self.timeout.total_seconds():g} s",
-                "Start paceline on every machine, with the same --nnodes and endpoint.",
+                f"{came} of {self._least} hosts came within {self.timeout.total_seconds():g} s",
+                "Start paceline on every host, with the same --nnodes and endpoint.",
                 self._least,
                 came,
             )
@@ -242,8 +242,8 @@ class MachineMeeting(RendezvousHandler):
         others = (self._store.compare_set("paceline/nodes", "", mine) or mine.encode()).decode()
         if others != mine:
             raise LaunchCountError(
-                f"--nnodes is {mine} here and {others} on another machine",
-                "Give every machine the same.",
+                f"--nnodes is {mine} here and {others} on another host",
+                "Give every host the same.",
                 self._most,
                 int(others.rpartition(":")[2]),
             )
@@ -256,7 +256,7 @@ class MachineMeeting(RendezvousHandler):
             number = self._store.add("paceline/comers", 1) - 1
         if number >= self.nodes or self._store.add(f"paceline/node/{number}", 1) > 1:
             raise LaunchCountError(
-                f"there is a machine {number} of {self.nodes} already",
+                f"there is a host with --node-rank {number} already, of {self.nodes}",
                 "Give each its own --node-rank, and start as many as --nnodes says.",
                 self.nodes,
                 number + 1,

@@ -1,7 +1,7 @@
 """``paceline run --ray ADDRESS``: the same script, its ranks started by actors of a Ray cluster.
 
 Ray places the actors and counts GPUs; each starts one rank as a process of its own and hands on
-what it writes. The script has to lie at the same path on every machine, as on a shared file system.
+what it writes. The script has to lie at the same path on every host, as on a shared file system.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _connect(address: str) -> Any:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"there is no Ray cluster at {address} ({str(error).splitlines()[0]})",
-            "Start one with ray start --head, or give --ray local for one of this machine.",
+            "Start one with ray start --head, or give --ray local for a cluster on this host.",
         ) from None
     return ray
 
@@ -86,7 +86,7 @@ def _choose_size(asked: Asked, resources: Mapping[str, float]) -> tuple[int, str
     if size > there:
         raise LaunchCountError(
             f"{size} ranks were asked for, and Ray's cluster has {there} {resource}s",
-            "Ask for fewer with --nproc, or add machines to the cluster.",
+            "Ask for fewer with --nproc, or add hosts to the cluster.",
             size,
             there,
         )
@@ -94,7 +94,7 @@ def _choose_size(asked: Asked, resources: Mapping[str, float]) -> tuple[int, str
 
 
 def _place(ray: Any, size: int, resource: str) -> list[Any]:
-    """One actor for each rank, machine by machine."""
+    """One actor for each rank, host by host."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if resource == "GPU" else {})
     group = ray.util.placement_group([dict(bundle) for _ in range(size)], strategy="PACK")
@@ -131,7 +131,7 @@ def _here(environment: Mapping[str, str]) -> int:
 
 
 def environments(seats: Sequence[Seat], port: int) -> list[dict[str, str]]:
-    """What torchrun would set for ranks on these seats, which are ordered by machine."""
+    """What torchrun would set for ranks on these seats, which are ordered by host."""
     nodes: dict[str, list[Seat]] = defaultdict(list)
     for seat in seats:
         nodes[seat.node].append(seat)
@@ -150,7 +150,7 @@ def environments(seats: Sequence[Seat], port: int) -> list[dict[str, str]]:
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             }
-            # Every rank sees its machine's GPUs, as under torchrun, and takes that of LOCAL_RANK.
+            # Every rank sees its host's GPUs, as under torchrun, and takes that of LOCAL_RANK.
             found.append(own | ({"CUDA_VISIBLE_DEVICES": devices} if devices else {}))
     return found
 
@@ -228,7 +228,7 @@ class _RayRun:
         """Take in a rank's news; False when they were the last."""
         try:
             news: RankNews = self.ray.get(reference)
-        except self.ray.exceptions.RayError:  # its machine or its actor is gone
+        except self.ray.exceptions.RayError:  # its host or its actor is gone
             news = RankNews(code=-signal.SIGKILL)
         now = time.monotonic()
         for number, data in ((1, news.out), (2, news.err)):

@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: a store that only processes of the same user reach.
+"""Where the ranks of one host meet: a store that only processes of the same user reach.
 
 There is no port. ``MASTER_PORT`` names one that nobody listens on, since scripts read it; torch's
 ``env://`` and ``tcp://`` with that address find the store (``_paceline_store.py``). A program that
@@ -44,7 +44,7 @@ def ranks_find_sockets() -> bool:
 
 
 class LocalMeeting(RendezvousHandler):
-    """One machine; its launcher keeps the ranks' store, or the folder that it lies in."""
+    """One host; its launcher keeps the ranks' store, or the folder that it lies in."""
 
     def __init__(self, launch: Launch) -> None:
         self._run_id = launch.run_id or "paceline"
@@ -88,7 +88,7 @@ class LocalMeeting(RendezvousHandler):
         """Do nothing: there is nobody to keep out."""
 
     def num_nodes_waiting(self) -> int:
-        """Count the other machines that wait: there is none."""
+        """Count the other hosts that wait: there is none."""
         return 0
 
     def get_run_id(self) -> str:

@@ -1,10 +1,10 @@
 """From the command line and the environment to a plan: which ranks this process starts, or is.
 
-Pure: nothing here starts, connects or looks at the machine. It tells three ways apart:
+Pure: nothing here starts, connects or looks at the host. It tells three ways apart:
 
-- by hand, or once for each machine: start ``nproc`` ranks here (:class:`Launch`);
+- by hand, or once for each host: start ``nproc`` ranks here (:class:`Launch`);
 - by srun or mpirun once for each rank: this process is that rank (:class:`Become`);
-- by srun once for each machine: start ``nproc`` ranks here, the machines counted by SLURM.
+- by srun once for each host: start ``nproc`` ranks here, the hosts counted by SLURM.
 
 Where the counts that were asked for and those that were started differ, that is an error.
 """
@@ -47,28 +47,28 @@ class Asked:
     ranks_per_gpu: int = 1
     key: str | None = None  # a file, or "none"
     store: str = ""  # an etcd
-    listen: str = ""  # this machine's own address, with a port or without
+    listen: str = ""  # this host's own address, with a port or without
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Start ``nproc`` ranks on this machine, one of ``min_nodes`` to ``max_nodes`` machines."""
+    """Start ``nproc`` ranks on this host, one of ``min_nodes`` to ``max_nodes`` hosts."""
 
     nproc: int
     min_nodes: int = 1
     max_nodes: int = 1
-    node_rank: int | None = None  # None: machines are numbered as they come
+    node_rank: int | None = None  # None: hosts are numbered as they come
     address: str = "127.0.0.1"
     port: int = 0  # any that is free
     run_id: str = ""
     why: str = ""  # how nproc came about, where it was not given
     seats: tuple[Mapping[str, str], ...] = ()  # variables of each local rank, if they differ
-    key: str = ""  # the file that machines know each other by; empty: they do not ask
-    store: str = ""  # an etcd; then address and port are those of this machine, if they are given
+    key: str = ""  # the file that hosts know each other by; empty: they do not ask
+    store: str = ""  # an etcd; then address and port are those of this host, if they are given
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of machines may change."""
+        """Whether the number of hosts may change."""
         return self.min_nodes != self.max_nodes
 
 
@@ -102,7 +102,7 @@ class Become:
 
 
 def make_plan(asked: Asked, environ: Mapping[str, str], machine: Machine) -> Launch | Become:
-    """Decide what to start, from the options, the environment and the machine."""
+    """Decide what to start, from the options, the environment and the host."""
     _check_ranks_per_gpu(asked, machine)
     _refuse_nested(environ)
     task = find_task(environ)
@@ -138,12 +138,12 @@ def _refuse_nested(environ: Mapping[str, str]) -> None:
 
 
 def _refuse_half_a_job(asked: Asked, environ: Mapping[str, str]) -> None:
-    """Notice a batch script of a job on many machines that starts us on the first one only."""
+    """Notice a batch script of a job on many hosts that starts us on the first one only."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
     if asked.nnodes is None and nodes.isdigit() and int(nodes) > 1:
         raise LaunchCountError(
-            f"SLURM gave this job {nodes} machines, but paceline was started on one of them",
-            "Put srun before it (one task for each machine or each rank), or give --nnodes 1.",
+            f"SLURM gave this job {nodes} hosts, but paceline was started on one of them",
+            "Put srun before it (one task for each host or each rank), or give --nnodes 1.",
             int(nodes),
             1,
         )
@@ -178,18 +178,18 @@ def _by_hand(asked: Asked, machine: Machine) -> Launch:
 
 
 def _key_of(asked: Asked, machines: int) -> str:
-    """The file that machines know each other by; empty where they need not."""
+    """The file that hosts know each other by; empty where they need not."""
     if asked.key is None:
         raise LaunchError(
             f"{machines} hosts need a key to recognize each other",
-            "Make a key once with paceline run --new-key FILE, give every machine a copy, and "
+            "Make a key once with paceline run --new-key FILE, give every host a copy, and "
             "start each with --key FILE; or with --key none on a network that only they are on.",
         )
     return "" if asked.key == "none" else asked.key
 
 
 def choose_nproc(asked: str | None, machine: Machine, per_gpu: int = 1) -> tuple[int, str]:
-    """The number of ranks on this machine, and why it is that one if nobody gave it."""
+    """The number of ranks on this host, and why it is that one if nobody gave it."""
     each = f"{'one' if per_gpu == 1 else per_gpu} for each GPU"
     if asked is None or asked == "auto":
         if machine.gpus:
@@ -206,7 +206,7 @@ def choose_nproc(asked: str | None, machine: Machine, per_gpu: int = 1) -> tuple
         )
     if int(asked) > max(_RANKS_ANYWHERE, _RANKS_PER_CORE * machine.cores):
         raise LaunchError(
-            f"--nproc is {asked}, and this machine has {machine.cores} cores",
+            f"--nproc is {asked}, and this host has {machine.cores} cores",
             "So many torch processes would overload it; use several hosts.",
         )
     return int(asked), ""
@@ -219,14 +219,14 @@ def _gpus_of(machine: Machine) -> int:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """``"4"`` or ``"2:4"`` as the least and the most machines.
+    """``"4"`` or ``"2:4"`` as the least and the most hosts.
 
     >>> parse_nodes("2:4")
     (2, 4)
     """
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or "1").isdecimal():
-        raise LaunchError(f"--nnodes is {text}", "Give a number of machines, or MIN:MAX.")
+        raise LaunchError(f"--nnodes is {text}", "Give a number of hosts, or MIN:MAX.")
     found = int(least), int(most or least)
     if not 1 <= found[0] <= found[1]:
         raise LaunchError(f"--nnodes is {text}", "Give at least 1, and MIN no more than MAX.")
@@ -246,7 +246,7 @@ def _meeting_point(asked: Asked) -> tuple[str, int]:
 
 
 def _own_place(listen: str) -> tuple[str, int]:
-    """Where this machine is to listen; empty: on the way to the store, and 0: at a free port.
+    """Where this host is to listen; empty: on the way to the store, and 0: at a free port.
 
     >>> _own_place("10.0.0.1:29400"), _own_place("[fe80::1]"), _own_place("")
     (('10.0.0.1', 29400), ('fe80::1', 0), ('', 0))
@@ -269,7 +269,7 @@ def _check_node_rank(rank: int, nodes: int) -> None:
     if not 0 <= rank < nodes:
         raise LaunchCountError(
             f"--node-rank is {rank}, and --nnodes is {nodes}",
-            "Machines are numbered from 0; give every machine the same --nnodes.",
+            "Hosts are numbered from 0; give every host the same --nnodes.",
             nodes,
         )
 
@@ -304,7 +304,7 @@ def _one_rank_of(task: ScheduledTask, asked: Asked) -> Become:
         raise LaunchCountError(
             f"--nproc is {asked.nproc}, but {task.launcher} has started {task.local_size} here "
             f"({task.size} in all), one for each rank",
-            f"Leave --nproc out, or let {task.launcher} start one for each machine.",
+            f"Leave --nproc out, or let {task.launcher} start one for each host.",
             int(asked.nproc) if asked.nproc and asked.nproc.isdigit() else 0,
             task.local_size,
         )
@@ -325,8 +325,8 @@ def _address(task: ScheduledTask, asked: Asked) -> str:
     if asked.master_addr or task.first_host:
         return asked.master_addr or task.first_host
     raise LaunchError(
-        f"{task.launcher} has started ranks on several machines and does not say where rank 0 is",
-        "Give --master-addr with the address of the first machine.",
+        f"{task.launcher} has started ranks on several hosts and does not say where rank 0 is",
+        "Give --master-addr with the address of the first host.",
     )
 
 

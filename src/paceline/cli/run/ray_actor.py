@@ -1,4 +1,4 @@
-"""One rank's process on a machine of a Ray cluster, as the actor that starts it sees it."""
+"""One rank's process on a host of a Ray cluster, as the actor that starts it sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 16
 
 
 class Seat(NamedTuple):
-    """Where an actor is; seats of one machine sort together."""
+    """Where an actor is; seats of one host sort together."""
 
     node: str
     address: str
@@ -52,7 +52,7 @@ class RankProcess:
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        self._kill_at = math.inf  # on this machine's monotonic clock
+        self._kill_at = math.inf  # on this host's monotonic clock
 
     def seat(self) -> Seat:
         """Say where this actor has been placed."""
@@ -140,7 +140,7 @@ class RankProcess:
     def _read_report(self) -> dict[str, Any] | None:
         """What the rank wrote down about its failure; its folder is then no longer needed.
 
-        ``when`` becomes seconds from now, since no other machine has this one's clock.
+        ``when`` becomes seconds from now, since no other host has this one's clock.
         """
         notes = [json.loads(path.read_text()) for path in self._notes.glob("rank-*.json")]
         shutil.rmtree(self._notes, ignore_errors=True)

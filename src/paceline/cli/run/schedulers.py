@@ -26,7 +26,7 @@ class ScheduledTask:
 
     @property
     def one_per_node(self) -> bool:
-        """Whether every machine has one task."""
+        """Whether every host has one task."""
         return self.size == self.nodes and self.local_size == 1
 
 
@@ -57,7 +57,7 @@ def _openmpi(environ: Mapping[str, str]) -> ScheduledTask:
         size,
         _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         local,
-        # Not said: right where every machine has as many ranks, numbered machine by machine.
+        # Not said: right where every host has as many ranks, numbered host by host.
         rank // local,
         -(-size // local),
         "",
@@ -116,7 +116,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """SLURM's list of machines, one by one.
+    """SLURM's list of hosts, one by one.
 
     >>> expand_hosts("login,node[08-10,7]-ib")
     ['login', 'node08-ib', 'node09-ib', 'node10-ib', 'node7-ib']
@@ -141,7 +141,7 @@ def _ranges(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """SLURM's tasks per machine, one by one.
+    """SLURM's tasks per host, one by one.
 
     >>> expand_counts("2(x3),1")
     [2, 2, 2, 1]

@@ -313,7 +313,7 @@ def _number() -> int:
 
 
 def _is_first() -> bool:
-    """Whether no rank of this machine has failed before."""
+    """Whether no rank of this host has failed before."""
     folder = _notes()
     if folder is None:
         return True

@@ -51,13 +51,13 @@ def start(
         plan = share_gpus(plan, asked.ranks_per_gpu, script.backend, machine)
     if isinstance(plan, Become):
         if elastic is not None:
-            _refuse_elastic("srun or mpirun with one task for each rank", "one for each machine")
+            _refuse_elastic("srun or mpirun with one task for each rank", "one for each host")
         become(plan, script)
     if elastic is not None:
         if asked.store and plan.max_nodes == 1:
             raise LaunchError("--store is for several hosts, and --nnodes is 1", "Leave it out.")
         return _start_elastic(plan, script, elastic, shown)
-    if plan.max_nodes == 1:  # else ranks are counted when the machines have met
+    if plan.max_nodes == 1:  # else ranks are counted when the hosts have met
         check_shown(shown, plan.nproc)
     if plan.why and plan.node_rank in (None, 0):
         say.note(f"{plan.nproc} {'rank' if plan.nproc == 1 else 'ranks'}, {plan.why}")
@@ -109,7 +109,7 @@ def check_store(asked: Asked, elastic: Elastic | None) -> None:
         return
     parse_store(asked.store)
     if elastic is None:
-        raise LaunchError("--store keeps who is in an elastic job", "Give --elastic, or no store.")
+        raise LaunchError("--store is for elastic jobs", "Give --elastic, or no store.")
 
 
 def _refuse_elastic(by: str, instead: str) -> NoReturn:
@@ -183,7 +183,7 @@ def check_numbers(script: Script, conduct: Conduct) -> None:
 
 
 def check_backend(name: str) -> None:
-    """Refuse an engine that is unknown, or that cannot be used on this machine."""
+    """Refuse an engine that is unknown, or that cannot be used on this host."""
     if name == "auto":
         return
     if name not in ENGINES:

@@ -17,7 +17,7 @@ class FailureReport(msgspec.Struct, frozen=True):
     """How a script failed, as its rank wrote it down (``script.py``)."""
 
     rank: int
-    when: float  # on the machine's monotonic clock, as RankEnding.when
+    when: float  # on the host's monotonic clock, as RankEnding.when
     kind: str
     message: str
     traceback: str
@@ -30,7 +30,7 @@ class RankEnding:
     """How a rank's process ended, as its launcher saw it."""
 
     code: int  # negative: killed by that signal
-    when: float  # on the machine's monotonic clock: others are set, or jump
+    when: float  # on the host's monotonic clock: others are set, or jump
     stopped: bool = False  # by us, because another rank had failed
 
 
@@ -86,11 +86,11 @@ def judge(
 
 
 def why_again(verdict: LaunchVerdict | None, machines: int) -> str:
-    """Why all ranks start again; what is only a consequence has its cause on another machine."""
+    """Why all ranks start again; what is only a consequence has its cause on another host."""
     if verdict is None:
-        return "another machine starts its ranks again"
+        return "another host starts its ranks again"
     if verdict.consequence and machines > 1:
-        return "a rank of another machine has failed"
+        return "a rank of another host has failed"
     return verdict.headline
 
 

@@ -18,7 +18,7 @@ class Loss:
 
     member: int
     how: str
-    when: float = 0.0  # on the machine's monotonic clock
+    when: float = 0.0  # on the host's monotonic clock
     seconds: float | None = None  # until the others went on; None: they did not, or need not
 
 
