@@ -6,6 +6,7 @@ was not built, tests that need it are skipped, and say why.
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Generator, Iterator
 
@@ -50,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays; else each collection in a test looks at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
