@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 # torch's own names: ours have them because torch, or code written for it, reads or writes them.
 TORCHS = frozenset(
     {
@@ -31,25 +33,27 @@ READERS = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 
 def trespasses(sources: Mapping[str, str], allowed: frozenset[str] = TORCHS) -> list[str]:
     """Say where ``sources``, by path below ``src/paceline``, use a private name of another file."""
+    return [text for name, text in _trespasses(sources) if name not in allowed]
+
+
+def _trespasses(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     trees = {path: ast.parse(text, path) for path, text in sources.items()}
     owners: dict[str, set[str]] = {}
     for path, tree in trees.items():
         for name in _defined(tree):
             owners.setdefault(name, set()).add(path)
-    found = []
+    # A private name of a file or folder may be used by others.
+    modules = {part for path in sources for part in Path(path).with_suffix("").parts}
     for path, tree in sorted(trees.items()):
         if path.startswith("_torch/"):
             continue
         for line, shown, name in sorted(_used(tree)):
             others = owners.get(name, set())
-            if name not in allowed and others and path not in others:
-                found.append(f"{path}:{line}: {shown} is private to {', '.join(sorted(others))}")
-        found += [
-            f"{path}:{line}: {name} is private to the file it is imported from"
-            for line, name in _imported(tree)
-            if name not in allowed and not _is_module(name, sources)
-        ]
-    return found
+            if others and path not in others:
+                yield name, f"{path}:{line}: {shown} is private to {', '.join(sorted(others))}"
+        for line, name in _imported(tree):
+            if name not in modules:
+                yield name, f"{path}:{line}: {name} is private to the file it is imported from"
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -60,11 +64,6 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
         )
         if isinstance(node, ast.ImportFrom) and ours:
             yield from ((node.lineno, a.name) for a in node.names if _is_private(a.name))
-
-
-def _is_module(name: str, sources: Mapping[str, str]) -> bool:
-    """Whether a private name is that of a file or folder, which others may use."""
-    return any(name in Path(path).with_suffix("").parts for path in sources)
 
 
 def _is_private(name: object) -> bool:
@@ -121,23 +120,26 @@ def _used(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 # The package.
 
 
-def package() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def used() -> list[tuple[str, str]]:
+    """What the package uses of another file's private names: the name, and where."""
     root = Path(__file__).parents[1] / "src" / "paceline"
-    return {
+    sources = {
         path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
         for path in root.rglob("*.py")
     }
-
-
-def test_no_file_uses_a_private_attribute_of_another_one() -> None:
-    sources = package()
     assert sources
-    assert trespasses(sources) == []
+    return list(_trespasses(sources))
 
 
-def test_each_of_torchs_names_is_listed_because_somebody_uses_it() -> None:
-    found = " ".join(trespasses(package(), allowed=frozenset()))
-    assert [name for name in sorted(TORCHS) if name not in found] == []
+def test_no_file_uses_a_private_attribute_of_another_one(used: list[tuple[str, str]]) -> None:
+    assert [text for name, text in used if name not in TORCHS] == []
+
+
+def test_each_of_torchs_names_is_listed_because_somebody_uses_it(
+    used: list[tuple[str, str]],
+) -> None:
+    assert TORCHS - {name for name, _ in used} == frozenset()
 
 
 # The checker.
