@@ -50,7 +50,8 @@ def means(group: Group, owners: list[int], seed: int, kind: torch.dtype) -> dict
     agreed = settle(group, Done(len(owners), weights, {}), len(SHAPES), sums.sums)
     sums.exchange(agreed.levels)
     assert agreed.weight == sum(weighed)
-    return {n: sums.mean(n, agreed.weight).tolist() for n in sorted(agreed.touched)}
+    found = sums.means(sorted(agreed.touched), agreed.weight)
+    return {n: mean.tolist() for n, mean in found.items()}
 
 
 @given(

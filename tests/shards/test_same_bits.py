@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.groups import Group
 from paceline.testing import Meeting, spawn_ranks
 from tests.shards.runs import Run, Trainee, require_equal, train
 
@@ -79,6 +82,46 @@ def test_processes_have_the_same_bits(backend: str) -> None:
     for ranks in (2, 3):
         for found in spawn_ranks(ranks, one_process, backend, run, deadline=60):
             require_equal(alone, found)
+
+
+SIZES = (1, 2, 3, 4, 5, 8)
+
+
+def digests(meeting: Meeting, backend: str, trained: list[Run]) -> list[dict[int, str]]:
+    """The state of each run on the first so many ranks, by their number, where this is one."""
+    torch.set_num_threads(1)
+    with meeting.new_group(backend) as everyone, ExitStack() as opened:
+        groups = {n: everyone.split(range(n)) for n in SIZES}
+        mine = {n: opened.enter_context(group) for n, group in groups.items() if group is not None}
+        found = []
+        for run in trained:
+            found.append({n: digest_of(run, group) for n, group in mine.items()})
+            everyone.barrier()
+        return found
+
+
+def digest_of(run: Run, group: Group) -> str:
+    trainee = Trainee(run, group)
+    trainee.train(0, run.steps)
+    hashed = sha256()
+    for name, tensor in trainee.state().items():
+        hashed.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@given(drawn=st.lists(runs, min_size=3, max_size=3))
+@settings(max_examples=3, deadline=None, derandomize=True)
+def test_processes_have_the_same_bits_after_twenty_steps_on_any_number_of_ranks(
+    backend: str, drawn: list[Run]
+) -> None:
+    trained = [Run(**{**vars(run), "steps": 20}) for run in drawn]
+    ranks = spawn_ranks(max(SIZES), digests, backend, trained, deadline=600)
+    for number, run in enumerate(trained):
+        found = {(n, r): state for r, rank in enumerate(ranks) for n, state in rank[number].items()}
+        assert len(found) == sum(SIZES)
+        assert len(set(found.values())) == 1, f"{run}: {found}"
 
 
 def one_part(meeting: Meeting, run: Run, path: str, first: int, last: int) -> dict[str, Any]:

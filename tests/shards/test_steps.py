@@ -185,6 +185,43 @@ def test_a_buffer_that_changes_its_shape_is_refused() -> None:
     run_ranks(1, one_rank)
 
 
+def test_a_rank_that_cannot_begin_a_step_which_it_ends_is_named_on_the_others() -> None:
+    def one_rank(group: Group) -> Any:
+        layer = nn.Linear(2, 1, bias=False)
+        layer.register_buffer("seen", torch.zeros(1))
+        ddp = DDP(layer, process_group=group, shards=1)
+        if group.rank() == 0:
+            with pytest.raises(PeerError, match="buffer seen") as caught:
+                for _ in ddp.shards_of([0]):
+                    compute(ddp, 0)
+            return list(caught.value.messages)
+        layer.weight.grad = torch.ones(1, 2)
+        layer.seen = torch.zeros(2)
+        with pytest.raises(ModuleStateError, match="buffer seen"):
+            ddp.sync_grads()  # it had no shard
+        assert grad(ddp) == [1.0, 1.0], "as it was before the step"
+        layer.seen = torch.zeros(1)
+        return None
+
+    assert run_ranks(2, one_rank)[0] == [1]
+
+
+def test_more_ranks_than_shards_are_told_once_and_give_the_same_results(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def one_rank(group: Group) -> Any:
+        ddp = linear(group, shards=2)
+        for index in ddp.shards_of([group.rank()] if group.rank() < 2 else []):
+            compute(ddp, index, 1.0 + index)
+        return grad(ddp)
+
+    assert run_ranks(3, one_rank) == [[1.5, 1.5]] * 3
+    (said,) = [
+        record.getMessage() for record in caplog.records if "shards=2" in record.msg % record.args
+    ]
+    assert "shards=2 on 3 ranks: at least 1 of them" in said
+
+
 def test_an_evaluation_between_steps_is_as_ever() -> None:
     def one_rank(group: Group) -> Any:
         ddp = linear(group).eval()

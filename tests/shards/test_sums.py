@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline._reducer import StepSums, Summed
+from paceline._reducer import SentTerms, StepSums, Summed
 from paceline._reducer.step_sums import NONFINITE
 from paceline._reducer.sums import WIDTH, Grid
-from paceline._transport import add_whole
+from paceline._transport import ANY_LEVEL, NO_LEVEL, OTHER_LEVEL, add_terms, add_whole
 from paceline.groups import Group
 from paceline.testing import run_ranks
 
@@ -33,7 +33,7 @@ def mean_of(terms: list[Tensor], weights: list[int]) -> Tensor:
         if NONFINITE in found.others:
             levels = [*(levels or [0]), NONFINITE]
         sums.exchange({0: levels} if levels else {})
-        return sums.mean(0, sum(weights)).clone()
+        return sums.means([0], sum(weights))[0].clone()
 
     (mean,) = run_ranks(1, one_rank)
     return mean
@@ -144,10 +144,101 @@ def test_a_level_has_room_for_its_largest_element(largest: float) -> None:
 def test_loops_in_c_give_what_torch_gives(numel: int, monkeypatch: Any) -> None:
     terms = terms_of(random.Random(numel), 5, numel, 30, torch.float32)
     terms[2][0] = 0.5  # halves of a unit are rounded to even by both
-    weights = [3, 1, 1 << 20, 7, 11]
-    ours = mean_of(terms, weights)
-    monkeypatch.setattr("paceline._transport.whole.load", lambda: "there is no compiler")
-    assert torch.equal(mean_of(terms, weights), ours)
+    for weights in ([3, 1, 1 << 20, 7, 11], [1, 1, 4, 1, 1]):  # the second ones add up to 8
+        ours = mean_of(terms, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline._transport.whole.load", lambda: "there is no compiler")
+            assert torch.equal(mean_of(terms, weights), ours)
+
+
+@given(
+    largest=st.floats(2.0**-149, 2.0**127, width=32),
+    weight=st.sampled_from([1, -1, 3, -1000, 2**40]),
+    terms=st.integers(1, 24),
+)
+def test_loops_in_c_find_the_same_level(largest: float, weight: int, terms: int) -> None:
+    grid, place = Grid(terms), torch.empty(1, 3, dtype=torch.int64)
+    term = torch.tensor([0.0, -largest, largest / 3])
+    (level,) = add_terms([place.data_ptr()], [term], [3], [ANY_LEVEL], [True], grid.numbers, weight)
+    assert level == grid.level(largest * abs(weight))
+    expected = torch.empty_like(place)
+    grid.add(term, weight, level, expected, fresh=True)
+    assert torch.equal(place, expected)
+
+
+LARGE = 1 << 17  # elements: enough to be added in one go, as what it is expected to be
+
+
+@pytest.mark.parametrize("at", [0, 5000, LARGE - 1])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("size", [1.0, 0.0, 300.0, 1e-9, math.inf, math.nan])
+def test_a_large_term_that_is_not_of_the_expected_level_leaves_no_trace(
+    at: int, fresh: bool, size: float
+) -> None:
+    grid = Grid(8)
+    term = torch.zeros(LARGE) if size == 0.0 else torch.full((LARGE,), min(size, 1.0) / 7)
+    term[at] = size
+    place = torch.arange(LARGE).view(1, -1)
+    (level,) = add_terms(
+        [place.data_ptr()], [term], [LARGE], [grid.level(1.0)], [fresh], grid.numbers, 1
+    )
+    if size == 1.0:
+        expected = torch.arange(LARGE).view(1, -1)
+        grid.add(term, 1, level, expected, fresh=fresh)
+        assert torch.equal(place, expected)
+    else:
+        assert level == (NO_LEVEL if size == 0.0 else OTHER_LEVEL)
+        assert fresh or torch.equal(place, torch.arange(LARGE).view(1, -1))
+
+
+def sent_terms(numel: int) -> tuple[SentTerms, dict[int, Tensor]]:
+    terms = {n: torch.randn(numel // 2, 2) for n in range(3)}
+    sent = SentTerms(tuple(Summed(str(n), torch.empty(numel // 2, 2)) for n in range(3)))
+    sent.note(terms)
+    return sent, terms
+
+
+def write(terms: dict[int, Tensor]) -> None:
+    terms[1][0, 1] += 1
+
+
+def write_unseen(terms: dict[int, Tensor]) -> None:
+    terms[1].data[0, 1] += 1
+
+
+def put_another(terms: dict[int, Tensor]) -> None:
+    terms[1] = terms[1] + 1
+
+
+def take_away(terms: dict[int, Tensor]) -> None:
+    del terms[1]
+
+
+def give_other_memory(terms: dict[int, Tensor]) -> None:
+    terms[1].data = terms[1].new_ones(1, 2)
+
+
+@pytest.mark.parametrize("numel", [8, 1 << 16])
+@pytest.mark.parametrize("change", [write, write_unseen, put_another, take_away, give_other_memory])
+def test_a_term_that_changes_after_it_was_sent_is_found_as_it_was(numel: int, change: Any) -> None:
+    sent, terms = sent_terms(numel)
+    before = terms[1].clone()
+    assert sent.numbers() == {0, 1, 2}
+    assert sent.changed(terms) == {}
+    change(terms)
+    (found,) = sent.changed(terms).items()
+    assert found[0] == 1
+    assert torch.equal(found[1], before)
+    sent.forget()
+    assert not sent
+
+
+def test_a_small_term_that_is_turned_after_it_was_sent_is_found_as_it_was() -> None:
+    term = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    sent = SentTerms((Summed("p", torch.empty(2, 2)),))
+    sent.note({0: term})
+    term.t_()
+    assert sent.changed({0: term})[0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 def test_halves_are_rounded_to_even_by_loops_in_c_and_by_torch() -> None:

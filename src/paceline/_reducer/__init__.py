@@ -10,6 +10,7 @@ from .passes import Pass
 from .plan import Assignment, Spec, assign
 from .reducer import Reducer
 from .repeated import RepeatedExchange, is_usual, obstacle_to_replays
+from .sent_terms import SentTerms
 from .step_sums import StepSums
 from .steps import look_before_steps, steps
 from .stretches import ScatteredGradients, Stretch
@@ -32,6 +33,7 @@ __all__ = [
     "ReducerSummary",
     "RepeatedExchange",
     "ScatteredGradients",
+    "SentTerms",
     "Spec",
     "StepSums",
     "Stretch",

@@ -8,6 +8,7 @@ a tensor's terms (``sums.py``). Only when something is wrong do ranks exchange w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -61,19 +62,18 @@ def settle(group: Group, done: Done, tensors: int, sums: Mapping[int, Sum]) -> A
     owners = heard[fixed : fixed + 3 * done.shards]
     if heard[0] or not _agrees(heard[3:fixed]) or not _complete(owners):
         _explain(group, done)
-    rows = _by(4, heard[fixed + 3 * done.shards :])
-    touched = frozenset(n for n, row in enumerate(rows) if row[0] > 0)
-    levels = {n: [row[1], -row[2]] for n, row in enumerate(rows) if row[1] != _NOTHING}
-    if done.finite and any(row[3] > 0 for row in rows):
+    terms, highest, lowest, nonfinite = _columns(4, heard[fixed + 3 * done.shards :])
+    touched = frozenset(n for n, kind in enumerate(terms) if kind > 0)
+    ends = enumerate(zip(highest, lowest, strict=True))
+    levels = {n: [high, -low] for n, (high, low) in ends if high != _NOTHING}
+    if done.finite and any(nonfinite):
         _name_nonfinite(group, sums)
-    found = _all_levels(group, levels, sums)
-    for number, row in enumerate(rows):
-        if row[3] > 0:  # counted beside a level, be it one of zeros
-            beside = [] if sums[number].promised else [0]
-            found[number] = [*found.get(number, beside), NONFINITE]
-    weight = sum(weight for _, _, weight in _by(3, owners))
-    in_place = frozenset(n for n, row in enumerate(rows) if row[0] == _IN_PLACE)
-    return Agreed(weight, touched, found, bool(heard[1]), in_place, bool(heard[2]))
+    found = _all_levels(group, levels, sums) if levels else {}
+    for number in [n for n, counted in enumerate(nonfinite) if counted]:
+        beside = [] if sums[number].promised else [0]  # counted beside a level, be it one of zeros
+        found[number] = [*found.get(number, beside), NONFINITE]
+    in_place = frozenset(n for n, kind in enumerate(terms) if kind == _IN_PLACE)
+    return Agreed(sum(owners[2::3]), touched, found, bool(heard[1]), in_place, bool(heard[2]))
 
 
 _SAME = (
@@ -103,6 +103,8 @@ def _row(found: Sum | None) -> list[int]:
     """Whether there is a term, the highest and lowest level, and whether all are finite."""
     if found is None or not (found.touched or found.others):
         return [0, _NOTHING, _NOTHING, 0]
+    if found.promised and not found.others:
+        return [1 if found.level is None else _IN_PLACE, _NOTHING, _NOTHING, 0]
     levels = [level for level in found.levels_left() if level != NONFINITE]
     ends = [max(levels), -min(levels)] if levels else [_NOTHING, _NOTHING]
     in_place = found.promised and found.level is not None
@@ -126,21 +128,24 @@ def _all_levels(
 def _largest(group: Group, numbers: Sequence[int]) -> list[int]:
     if group.size() == 1:
         return list(numbers)
-    tensor = torch.tensor(numbers, dtype=torch.int64).to(group.device)
+    tensor = torch.frombuffer(array("q", numbers), dtype=torch.int64).to(group.device)
     group.all_reduce(tensor, ReduceOp.MAX)
-    return [int(number) for number in tensor.tolist()]
+    heard: list[int] = tensor.tolist()
+    return heard
 
 
 def _agrees(pairs: Sequence[int]) -> bool:
-    return all(high == _NOTHING or high == -low for high, low in _by(2, pairs))
+    return all(high in (_NOTHING, -low) for high, low in zip(*_columns(2, pairs), strict=True))
 
 
 def _complete(owners: Sequence[int]) -> bool:
-    return all(high != _NOTHING and high == -low for high, low, _ in _by(3, owners))
+    highest, lowest, _ = _columns(3, owners)
+    return all(high == -low for high, low in zip(highest, lowest, strict=True))
 
 
-def _by(width: int, numbers: Sequence[int]) -> list[Sequence[int]]:
-    return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+def _columns(width: int, numbers: Sequence[int]) -> list[Sequence[int]]:
+    """Of a table that is written row by row."""
+    return [numbers[column::width] for column in range(width)]
 
 
 def _digest(text: str) -> int:

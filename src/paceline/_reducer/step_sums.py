@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from .._exchange import memory_like
-from .._transport import add_whole, largest_floats, mean_of_whole
+from .._transport import (
+    NO_LEVEL,
+    OTHER_LEVEL,
+    add_terms,
+    add_whole,
+    largest_floats,
+    means_of_whole,
+)
 from ..groups import Group, ReduceOp
 from .method import starts_quietly
 from .sum_places import NONFINITE, Sum, SumBucket, Summed
@@ -96,7 +103,8 @@ class StepSums:
 
         A negative ``weight`` takes back what was added with the same positive one.
         """
-        quick, rest = [], {}
+        quick: list[tuple[Sum, Tensor]] = []
+        rest = {}
         for number, term in terms.items():
             found = self.sums[number]
             found.touched = True
@@ -113,6 +121,26 @@ class StepSums:
             self._add_term(self.sums[number], term, weight, largest)
 
     def _add_quickly(self, terms: Sequence[tuple[Sum, Tensor]], weight: int) -> None:
+        """All of them in one call, except those of a level that has no place in a bucket."""
+        levels = add_terms(
+            [found.address for found, _ in terms],
+            [term for _, term in terms],
+            [found.of.numel for found, _ in terms],
+            [found.takes() for found, _ in terms],
+            [found.level is None for found, _ in terms],
+            self.grid.numbers,
+            weight,
+        )
+        beside = []
+        for (found, term), level in zip(terms, levels, strict=True):
+            if level == OTHER_LEVEL:
+                beside.append((found, term))
+            elif level != NO_LEVEL:
+                found.level = level
+        if beside:
+            self._add_beside(beside, weight)
+
+    def _add_beside(self, terms: Sequence[tuple[Sum, Tensor]], weight: int) -> None:
         """All of them in one call, except what is not finite."""
         into, taken, scales, firsts = [], [], [], []
         sizes = largest_floats([term for _, term in terms])
@@ -225,6 +253,8 @@ class StepSums:
     def _promise(self, levels: Mapping[int, Sequence[int]], in_place: Set[int]) -> None:
         """Settle what the next step sends early, which follows from what all ranks know."""
         for bucket in self._buckets:
+            if bucket.promised and in_place >= set(bucket.row) and not levels:
+                continue  # as in the step before
             tops = {number: self._highest(number, levels, in_place) for number in bucket.row}
             rare = self.tensors[bucket.row[0]].rare
             bucket.promised = not rare and any(top is not None for top in tops.values())
@@ -262,30 +292,47 @@ class StepSums:
         of = self.tensors[number]
         return (1 if level == NONFINITE else of.words), of.like.numel()
 
-    def mean(self, number: int, weight: int) -> Tensor:
-        """The sum divided by ``weight``, in its tensor's type, written over the sum itself.
+    def means(self, numbers: Iterable[int], weight: int) -> dict[int, Tensor]:
+        """The sums of these tensors divided by ``weight``, each in its tensor's type.
 
-        Of float16 and bfloat16 it may round twice, as it does on every rank.
+        They are written over the sums. Of float16 and bfloat16 one may round twice, as it does on
+        every rank.
         """
-        found = self.sums[number]
-        like, numel = found.of.like, found.of.like.numel()
-        mean = found.mean
-        shaped = mean.as_strided(like.shape, found.of.strides, mean.storage_offset())
-        if found.level is not None and not found.others and found.of.has_loops:
-            mean_of_whole(mean, found.place, self.grid.unit(found.level), float(weight))
-            return shaped
+        asked = {number: self.sums[number] for number in numbers}
+        quick = [
+            (found, self.grid.unit(found.level))
+            for found in asked.values()
+            if found.address and found.level is not None and not found.others
+        ]
+        if quick:
+            means_of_whole(
+                [found.address for found, _ in quick],
+                [found.of.numel for found, _ in quick],
+                [unit for _, unit in quick],
+                float(weight),
+            )
+        done = {id(found) for found, _ in quick}
+        for found in asked.values():
+            if id(found) not in done:
+                self._write_mean(found, weight)
+        return {number: found.mean for number, found in asked.items()}
+
+    def _write_mean(self, found: Sum, weight: int) -> None:
+        """The mean of one tensor, by torch."""
+        like, mean = found.of.like, found.mean
+        flat = mean.as_strided((found.of.numel,), (1,), mean.storage_offset())
         levels = sorted((level for level in found.levels() if level != NONFINITE), reverse=True)
         parts = [(lv, found.place if lv == found.level else found.others[lv]) for lv in levels]
         counts = found.others.get(NONFINITE)
-        for start, stop in chunks(numel, like.device):  # the mean ends before the next chunk begins
+        # the mean ends before the next chunk begins
+        for start, stop in chunks(found.of.numel, like.device):
             if parts:
                 value = self.grid.value(parts, start, stop).div_(weight)
             else:
                 value = torch.zeros(stop - start, dtype=torch.float64, device=like.device)
             if counts is not None:
                 put_nonfinite(value, counts[0, start:stop])
-            mean[start:stop].copy_(value)
-        return shaped
+            flat[start:stop].copy_(value)
 
     def mean_whole(self, number: int, weight: int) -> Tensor:
         """The sum of whole numbers divided by ``weight`` and rounded, halves up."""

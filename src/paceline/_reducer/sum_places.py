@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 
 from .._exchange import strides_of
-from .._transport import has_loops
+from .._transport import ANY_LEVEL, NO_LEVEL, has_loops
 from ..groups import FINISHED, Group, ReduceOp
 from .sums import words_for
 
@@ -29,6 +29,11 @@ class Summed:
     def exact(self) -> bool:
         """Whether it is made of whole numbers already."""
         return not self.like.is_floating_point()
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.like.numel()
 
     @cached_property
     def words(self) -> int:
@@ -62,20 +67,35 @@ class Sum:
     promised: bool = False  # the place is for terms of the expected level, if there is one
     expected: int | None = None
     sent: bool = False  # what is in the place is on its way
+    address: int = 0  # of the place, where loops in C work there
     _mean: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.of.has_loops:
+            self.address = self.place.data_ptr()
 
     @property
     def mean(self) -> Tensor:
-        """Where the mean is written, flat: over the integers, in the tensor's own type."""
+        """Where the mean is written: over the integers, in the tensor's own type and shape."""
         if self._mean is None:
             like = self.of.like
-            self._mean = self.place.view(-1).view(like.dtype)[: like.numel()]
-        return self._mean
+            flat = self.place.view(-1).view(like.dtype)[: self.of.numel]
+            self._mean = flat.as_strided(like.shape, self.of.strides, flat.storage_offset())
+        return self._mean.detach()  # somebody may give it other memory: .grad is everybody's
 
     def begin(self) -> None:
         """Forget all terms."""
         self.level, self.touched, self.sent = None, False, False
         self.others.clear()
+
+    def takes(self) -> int:
+        """The level of terms that are added in the place, for loops in C."""
+        if self.sent:
+            return NO_LEVEL
+        if self.level is None and not self.promised:
+            return ANY_LEVEL
+        level = self.expected if self.level is None else self.level
+        return NO_LEVEL if level is None else level
 
     def words_of(self, level: int) -> tuple[Tensor, bool]:
         """Where terms of ``level`` are added, and whether nothing is there yet."""

@@ -36,6 +36,7 @@ each other, so most parameters have terms of one level; the others have a second
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,11 @@ class Grid:
     def bits(self) -> int:
         """How many binary digits a whole number has."""
         return 62 - (self.terms - 1).bit_length()
+
+    @cached_property
+    def numbers(self) -> array[int]:
+        """What loops in C need to know of it."""
+        return array("i", [self.bits, WIDTH, _LOWEST, 0])
 
     def level(self, largest: float) -> int | None:
         """The level of a term whose largest element has this size; None: it is all zeros."""

@@ -19,17 +19,32 @@ from .shm import (
     unavailable,
 )
 from .terms import descriptors_left
-from .whole import add_whole, has_loops, largest_floats, mean_of_whole
+from .whole import (
+    ANY_LEVEL,
+    NO_LEVEL,
+    OTHER_LEVEL,
+    KeptFloats,
+    add_terms,
+    add_whole,
+    has_loops,
+    largest_floats,
+    means_of_whole,
+)
 
 __all__ = [
+    "ANY_LEVEL",
     "DTYPE_CODES",
     "KIND_CODES",
     "MAX_RANKS",
+    "NO_LEVEL",
+    "OTHER_LEVEL",
     "REDUCTION_CODES",
     "Clock",
+    "KeptFloats",
     "Neighbours",
     "Operation",
     "Shm",
+    "add_terms",
     "add_whole",
     "agree_on",
     "byte_table",
@@ -39,7 +54,7 @@ __all__ = [
     "fetch",
     "has_loops",
     "largest_floats",
-    "mean_of_whole",
+    "means_of_whole",
     "on_all",
     "pointer_table",
     "prove_hosts",

@@ -121,7 +121,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pl_position": (c_uint64, (c_void_p, c_int, POINTER(CallRecord))),
     "pl_reduces": (c_int, (c_uint32, c_uint32)),
     "pl_largest": (None, (c_void_p, c_void_p, c_void_p, c_uint64)),
-    "pl_mean_of_whole": (None, (c_void_p, c_void_p, c_uint64, c_double, c_double)),
+    "pl_keep": (None, (c_void_p, c_void_p, c_void_p, c_uint64)),
+    "pl_changed": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_uint64)),
+    "pl_means_of_whole": (None, (c_void_p, c_void_p, c_void_p, c_uint64, c_double)),
+    "pl_add_terms": (
+        None,
+        (*[c_void_p] * 6, c_uint64, c_void_p, c_double),
+    ),
     "pl_add_whole": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_uint64)),
 }
 

@@ -434,6 +434,23 @@ EXPORT void pl_add_whole(
     for (uint64_t t = 0; t < tensors; t++) (fresh[t] ? put_whole : add_whole)(sum[t], x[t], n[t], scale[t]);
 }
 
-EXPORT void pl_mean_of_whole(float *mean, const int64_t *sum, uint64_t n, double unit, double weight) {
-    mean_of_whole(mean, sum, n, unit, weight);
+/* What became of each term is left in `levels`; see add_term. */
+EXPORT void pl_add_terms(
+    int64_t *const *sum, const float *const *x, const uint64_t *n, const int32_t *takes, const uint8_t *fresh,
+    int32_t *levels, uint64_t tensors, const Grid *grid, double weight
+) {
+    for (uint64_t t = 0; t < tensors; t++) levels[t] = add_term(sum[t], x[t], n[t], grid, weight, takes[t], fresh[t]);
+}
+
+EXPORT void pl_means_of_whole(int64_t *const *sum, const uint64_t *n, const double *unit, uint64_t tensors, double weight) {
+    for (uint64_t t = 0; t < tensors; t++) mean_of_whole(sum[t], n[t], unit[t], weight);
+}
+
+/* Copies of some tensors, one behind the other. */
+EXPORT void pl_keep(float *kept, const float *const *x, const uint64_t *n, uint64_t tensors) {
+    for (uint64_t t = 0; t < tensors; kept += n[t++]) memcpy(kept, x[t], n[t] * sizeof *kept);
+}
+
+EXPORT void pl_changed(uint8_t *changed, const float *kept, const float *const *x, const uint64_t *n, uint64_t tensors) {
+    for (uint64_t t = 0; t < tensors; kept += n[t++]) changed[t] = memcmp(kept, x[t], n[t] * sizeof *kept) != 0;
 }

@@ -51,13 +51,88 @@ static WIDE void add_whole(int64_t *restrict sum, const float *restrict x, uint6
     for (; i < n; i++) sum[i] += llrint((double)x[i] * scale);
 }
 
-/* Sums times unit, divided by weight, as floats; `mean` may begin where `sum` does, and then ends before it. */
-static WIDE void mean_of_whole(float *mean, const int64_t *sum, uint64_t n, double unit, double weight) {
+/* A grid of whole numbers: a term of level L has elements below 2**(width * L), of which 1 is worth
+ * 2**(width * L - bits). */
+typedef struct {
+    int32_t bits, width, lowest, pad;
+} Grid;
+
+enum { ANY_LEVEL = INT32_MAX, NO_LEVEL = INT32_MIN, OTHER_LEVEL = INT32_MIN + 1 };
+
+/* That of a term whose largest element has this size; OTHER_LEVEL if it is not finite. */
+static int32_t level_of(const Grid *grid, double size) {
+    if (!(size < INFINITY)) return OTHER_LEVEL;
+    if (size == 0) return NO_LEVEL;
+    int exponent;
+    frexp(size, &exponent);
+    int32_t level = exponent > 0 ? (exponent + grid->width - 1) / grid->width : -(-exponent / grid->width);
+    return level > grid->lowest ? level : grid->lowest;
+}
+
+static double size_of(uint32_t bits, double weight) {
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    return (double)largest * fabs(weight);
+}
+
+/* Elements that are looked at and added while they are in the nearest cache. */
+#define GUESS_BLOCK 4096
+#define GUESS_FROM 65536
+
+/* Add a large term as one of level `guess`, looking at its elements on the way; all is taken back, which is exact,
+ * when the term turns out to be of another one. Returns its level, or OTHER_LEVEL if it is not the guess. */
+static int32_t add_guessing(
+    int64_t *sum, const float *x, uint64_t n, const Grid *grid, double weight, int32_t guess, int fresh
+) {
+    double scale = ldexp(weight, grid->bits - grid->width * guess);
+    uint32_t most = 0;
+    uint64_t done = 0;
+    int32_t level = NO_LEVEL;
+    while (done < n) {
+        uint64_t count = n - done < GUESS_BLOCK ? n - done : GUESS_BLOCK;
+        uint32_t block = largest_bits((const uint32_t *)x + done, count);
+        most = block > most ? block : most;
+        level = level_of(grid, size_of(most, weight));
+        if (level == OTHER_LEVEL || level > guess) break;
+        (fresh ? put_whole : add_whole)(sum + done, x + done, count, scale);
+        done += count;
+    }
+    if (level == guess) return level;
+    if (!fresh) add_whole(sum, x, done, -scale);
+    return level == NO_LEVEL ? NO_LEVEL : OTHER_LEVEL;
+}
+
+/* Add weight times a term to sums that take terms of level `takes`, or ANY_LEVEL. Returns its level; NO_LEVEL if it
+ * is all zeros, and OTHER_LEVEL if the sums do not take it: nothing is added then. */
+static int32_t add_term(
+    int64_t *sum, const float *x, uint64_t n, const Grid *grid, double weight, int32_t takes, int fresh
+) {
+    if (takes != ANY_LEVEL && takes != NO_LEVEL && n >= GUESS_FROM)
+        return add_guessing(sum, x, n, grid, weight, takes, fresh);
+    int32_t level = level_of(grid, size_of(largest_bits((const uint32_t *)x, n), weight));
+    if (level == NO_LEVEL) return NO_LEVEL;
+    if (level == OTHER_LEVEL || (takes != ANY_LEVEL && takes != level)) return OTHER_LEVEL;
+    (fresh ? put_whole : add_whole)(sum, x, n, ldexp(weight, grid->bits - grid->width * level));
+    return level;
+}
+
+#define MEANS(OF)                                                                                 \
+    for (uint64_t i = 0; i < n; i += 256) {                                                       \
+        uint64_t count = n - i < 256 ? n - i : 256;                                               \
+        for (uint64_t k = 0; k < count; k++) block[k] = (float)((double)sum[i + k] * unit OF);    \
+        memcpy((char *)sum + 4 * i, block, 4 * count);                                            \
+    }
+
+/* Sums times unit, divided by weight, as floats in the first half of the same memory. To divide takes longer than all
+ * the rest; by a power of two it is exact, and so is to multiply. */
+static WIDE void mean_of_whole(int64_t *sum, uint64_t n, double unit, double weight) {
     float block[256];
-    for (uint64_t i = 0; i < n; i += 256) {
-        uint64_t count = n - i < 256 ? n - i : 256;
-        for (uint64_t k = 0; k < count; k++) block[k] = (float)((double)sum[i + k] * unit / weight);
-        memcpy((char *)mean + 4 * i, block, 4 * count);
+    int exponent;
+    if (frexp(weight, &exponent) == 0.5) {
+        unit /= weight;
+        MEANS()
+    } else {
+        MEANS(/ weight)
     }
 }
 

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from .clib import load
 
+ANY_LEVEL = (1 << 31) - 1  # of sums that have no terms yet
+NO_LEVEL = -(1 << 31)  # of terms that are all zeros; of sums that take no terms
+OTHER_LEVEL = NO_LEVEL + 1  # of terms that the sums do not take
+
 
 def has_loops(tensor: Tensor) -> bool:
     """Whether the loops are there for tensors of this type, where this one is."""
@@ -49,11 +53,77 @@ def add_whole(
     )
 
 
-def mean_of_whole(mean: Tensor, sums: Tensor, unit: float, weight: float) -> None:
-    """Write ``sums * unit / weight`` to ``mean``, which may be the first half of their memory."""
-    assert sums.dtype == torch.int64
-    assert sums.numel() == mean.numel()
-    _library().pl_mean_of_whole(mean.data_ptr(), sums.data_ptr(), mean.numel(), unit, weight)
+def add_terms(
+    sums: Sequence[int],
+    terms: Sequence[Tensor],
+    counts: Sequence[int],
+    takes: Sequence[int],
+    fresh: Sequence[bool],
+    grid: array[int],
+    weight: int,
+) -> list[int]:
+    """Add ``weight`` times each of ``terms`` to the sums at its address; returns their levels.
+
+    ``takes`` is the level that is added there, or :data:`ANY_LEVEL`. Nothing is added of terms that
+    are all zeros, whose level is :data:`NO_LEVEL`, and of those that the sums do not take or that
+    are not finite: their level is :data:`OTHER_LEVEL`. ``counts`` are the numbers of elements;
+    ``grid`` are the numbers that make one: bits, width, lowest level, 0.
+    """
+    into, numbers, taken = array("Q", sums), array("Q", counts), array("i", takes)
+    firsts, places, levels = array("B", fresh), _places(terms), array("i", bytes(4 * len(terms)))
+    _library().pl_add_terms(
+        _at(into),
+        _at(places),
+        _at(numbers),
+        _at(taken),
+        _at(firsts),
+        _at(levels),
+        len(terms),
+        _at(grid),
+        float(weight),
+    )
+    return levels.tolist()
+
+
+def means_of_whole(
+    sums: Sequence[int], counts: Sequence[int], units: Sequence[float], weight: float
+) -> None:
+    """Write ``sums * unit / weight`` as floats over the first half of the sums at each address."""
+    places, numbers, worth = array("Q", sums), array("Q", counts), array("d", units)
+    _library().pl_means_of_whole(_at(places), _at(numbers), _at(worth), len(sums), weight)
+
+
+class KeptFloats:
+    """Copies of tensors of which few ever change: made in one call, and compared in one.
+
+    Every tensor has its elements side by side; its copy is flat, in the order of its memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self._counts = array("Q")
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Copy them, over what was kept before."""
+        self._counts = array("Q", map(Tensor.numel, tensors))
+        if self._memory.numel() < sum(self._counts):
+            self._memory = torch.empty(sum(self._counts))
+        places = _places(tensors)
+        _library().pl_keep(self._memory.data_ptr(), _at(places), _at(self._counts), len(places))
+
+    def changed(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Which of them differ from what was kept; they are as many, and of the same sizes."""
+        places, found = _places(tensors), array("B", bytes(len(tensors)))
+        assert all(map(int.__eq__, map(Tensor.numel, tensors), self._counts))
+        _library().pl_changed(
+            _at(found), self._memory.data_ptr(), _at(places), _at(self._counts), len(places)
+        )
+        return [bool(flag) for flag in found]
+
+    def copies(self) -> list[Tensor]:
+        """What is kept of each."""
+        kept = self._memory[: sum(self._counts)]
+        return list(kept.split(self._counts.tolist()))
 
 
 def _library() -> ctypes.CDLL:

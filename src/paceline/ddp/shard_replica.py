@@ -47,6 +47,11 @@ Item = TypeVar("Item")
 SUMS = "the wrapper's sums over the shards of a step"
 EMPTY: Mapping[str, str] = MappingProxyType({})
 _LIMIT = 1 << 53  # samples of a shard
+_IDLE = (
+    "shards=%d on %d ranks: at least %d of them compute nothing in a step and only wait. "
+    "Results are the same as on fewer ranks. Start no more ranks than shards, or begin a new run "
+    "with more shards."
+)
 
 
 class StepPhase(Enum):
@@ -80,18 +85,15 @@ class ShardReplica(Replica):
         self._sums = self._make_sums()
         self._sending = self._make_sending()
         look_before_steps(self._sums, _Look(self))
-        if self.shards < group.size():
-            log.warning(
-                "%d shards on %d ranks: some ranks will have nothing to compute",
-                self.shards,
-                group.size(),
-            )
+        if self.shards < group.size() and group.rank() == 0:
+            log.warning(_IDLE, self.shards, group.size(), group.size() - self.shards)
 
     # -- what it is made of ---------------------------------------------------------------------
 
     def _make_sums(self) -> StepSums:
         tensors = {**self._params, **self._buffers.tensors}
         self._numbers = {name: number for number, name in enumerate(tensors)}
+        self._numbered = [(self._numbers[name], name, p) for name, p in self._params.items()]
         summed = [
             Summed(name, tensor.detach(), rare=name not in self._params)
             for name, tensor in tensors.items()
@@ -99,8 +101,7 @@ class ShardReplica(Replica):
         return StepSums(summed, self.shards, self.group)
 
     def _make_sending(self) -> EarlySending:
-        numbered = {self._numbers[name]: param for name, param in self._params.items()}
-        return EarlySending(self._sums, numbered)
+        return EarlySending(self._sums, {number: param for number, _, param in self._numbered})
 
     def _refuse_unfit(self) -> None:
         sparse = sparse_parameters(self.module)
@@ -186,14 +187,15 @@ class ShardReplica(Replica):
             "number of threads": str(torch.get_num_threads()),
             "trained parameters": ", ".join(trained),
         }
-        self._base = {name: p.grad for name, p in trained.items() if p.grad is not None}
-        for name, grad in self._base.items():
-            trained[name].grad = None
-            self._base[name] = grad.detach().clone()  # its memory may be that of the sums
+        before = {name: p.grad for name, p in trained.items() if p.grad is not None}
         self._buffers.begin_step()
-        self._weights, self._all_passes = {}, set()
         wanted = [*trained, *self._buffers.tensors]
         self._sums.begin(self._numbers[name] for name in wanted)
+        # clones: their memory may be that of the sums
+        self._base = {name: grad.detach().clone() for name, grad in before.items()}
+        for name in before:
+            trained[name].grad = None
+        self._weights, self._all_passes = {}, set()
         self._phase = StepPhase.OPEN
 
     def _leave(self, shard: Shard) -> None:
@@ -215,18 +217,19 @@ class ShardReplica(Replica):
         return self._samples if self._weight is None else self._weight
 
     def _take_gradients(self) -> dict[int, Tensor]:
-        found = {}
-        for name, param in self._params.items():
-            grad, param.grad = param.grad, None
+        found, sums = {}, self._sums.sums
+        for number, name, param in self._numbered:
+            grad = param.grad
             if grad is None:
                 continue
-            if self._numbers[name] not in self._sums.sums or grad.layout is not torch.strided:
+            param.grad = None
+            if number not in sums or grad.layout is not torch.strided:
                 raise ModuleStateError(
                     f"rank {self.group.rank()}: {name} has a gradient that is sparse, or was "
                     "frozen when the step began. The other ranks get this error too.",
                     "Unfreeze parameters before a step, and use dense gradients.",
                 )
-            found[self._numbers[name]] = grad
+            found[number] = grad
         return found
 
     @contextlib.contextmanager
@@ -316,7 +319,8 @@ class ShardReplica(Replica):
                 f"rank {self.group.rank()}: a step ended inside a shard.",
                 "Leave the shard first.",
             )
-        self.begin_step()
+        with self._telling():  # the others already wait for this rank's account
+            self.begin_step()
         self._same.update(same)
         try:
             with torch.no_grad(), events.calls_for(self.group.board, SUMS):
@@ -357,21 +361,29 @@ class ShardReplica(Replica):
     def _average(self, done: Done) -> bool:
         agreed = self._settle(done)
         self._sums.exchange(agreed.levels, agreed.in_place)
-        for name, number in self._numbers.items():
-            if number not in self._sums.sums:
-                continue
-            counts = number in agreed.touched and agreed.weight > 0
-            if name in self._params:
-                mean = self._sums.mean(number, agreed.weight) if counts else None
-                self._put_gradient(name, mean)
-            elif counts and self._sums.tensors[number].exact:
-                self._buffers.change(name, self._sums.mean_whole(number, agreed.weight))
-            elif counts:
-                self._buffers.change(name, self._sums.mean(number, agreed.weight))
+        means = self._means(agreed)
+        for number, name, param in self._numbered:
+            if number in self._sums.sums:
+                self._put_gradient(name, param, means.get(number))
+        for name in self._buffers.tensors:
+            if (mean := means.get(self._numbers[name])) is not None:
+                self._buffers.change(name, mean)
         return agreed.call
 
-    def _put_gradient(self, name: str, mean: Tensor | None) -> None:
-        param, base = self._params[name], self._base.get(name)
+    def _means(self, agreed: Agreed) -> dict[int, Tensor]:
+        """By number, of all tensors that a shard had a term for."""
+        if not agreed.weight:
+            return {}
+        sums, tensors = self._sums, self._sums.tensors
+        counted = [number for number in sums.sums if number in agreed.touched]
+        means = sums.means((n for n in counted if not tensors[n].exact), agreed.weight)
+        for number in counted:
+            if tensors[number].exact:
+                means[number] = sums.mean_whole(number, agreed.weight)
+        return means
+
+    def _put_gradient(self, name: str, param: nn.Parameter, mean: Tensor | None) -> None:
+        base = self._base.get(name)
         if mean is not None and base is not None:
             mean = base.add_(mean)
         param.grad = base if mean is None else mean

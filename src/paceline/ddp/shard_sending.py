@@ -6,39 +6,22 @@ there; they are added to the sums, and the bucket is sent. What has not left whe
 ends is sent then, so that all ranks that know their last shard send at the same place.
 
 A gradient that was sent may still change inside the shard: another backward pass, a reentrant
-checkpoint, a program that clips. So a copy is kept that costs nothing unless one of them is written
-to, and when the shard ends, what has changed is corrected. As that costs more than sending early
-gains, all ranks then stop doing it.
+checkpoint, a program that clips. So copies are kept (``_reducer/sent_terms.py``), and when the
+shard ends, what has changed is corrected. As that costs more than sending early gains, all ranks
+then stop doing it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._reducer import StepSums
+from .._reducer import SentTerms, StepSums
 from .._torch.autograd import call_after_backward
-from .._torch.tensors import copy_on_write, is_unwritten_copy
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SentTerm:
-    """A gradient that is on its way."""
-
-    grad: Tensor
-    copy: Tensor  # as it was sent
-    touched_before: bool  # an earlier shard had a term for the same parameter
-
-    def is_same(self, grad: Tensor | None) -> bool:
-        """Whether ``grad`` is still what was sent."""
-        if grad is not self.grad:
-            return False
-        return is_unwritten_copy(grad) or torch.equal(grad, self.copy)
 
 
 class EarlySending:
@@ -49,7 +32,8 @@ class EarlySending:
         self.wanted = sums.group.size() > 1 and all(p.device.type == "cpu" for p in params.values())
         self.corrected = False  # something that was sent has changed since, in this step
         self._handles: list[RemovableHandle] = []
-        self._sent: dict[int, SentTerm] = {}
+        self._sent = SentTerms(sums.tensors)
+        self._touched: dict[int, bool] = {}  # of those sent, whether an earlier shard had a term
         self._weight: Callable[[], int] = int
         self._sent_weight = 0
         self._order: list[int] = []  # of the gradients that have come
@@ -100,13 +84,12 @@ class EarlySending:
         if any(grad.layout is not torch.strided for grad in terms.values()):
             return  # the shard's end refuses it
         sums = self._sums.sums
-        before = {number: sums[number].touched for number in terms}
+        self._touched.update((number, sums[number].touched) for number in terms)
         self._sent_weight = self._weight()
         with torch.no_grad():
             if self._sent_weight:
                 self._sums.add(terms, self._sent_weight)
-            for number, grad in terms.items():
-                self._sent[number] = SentTerm(grad, copy_on_write(grad), before[number])
+            self._sent.note(terms)
         self._sums.send_next()
 
     def _learn(self, *, complete: bool) -> None:
@@ -129,20 +112,26 @@ class EarlySending:
 
         ``grads`` are those that it ends with, by number, and ``weight`` is what it counts as.
         """
-        sent, self._sent = self._sent, {}
+        sent = self._sent.numbers()
+        if sent:
+            now = grads if weight == self._sent_weight else {}
+            self._correct(changed := self._sent.changed(now))
+            sent -= set(changed)
         self.end()
-        same = weight == self._sent_weight
-        changed = {n: t for n, t in sent.items() if not (same and t.is_same(grads.get(n)))}
+        return sent
+
+    def _correct(self, changed: Mapping[int, Tensor]) -> None:
+        """Take back these terms, which are those that were sent."""
         if changed:
             self.corrected = True
             if self._sent_weight:
-                self._sums.add({n: term.copy for n, term in changed.items()}, -self._sent_weight)
-            for number, term in changed.items():
-                self._sums.sums[number].touched = term.touched_before
-        return set(sent) - set(changed)
+                self._sums.add(changed, -self._sent_weight)
+            for number in changed:
+                self._sums.sums[number].touched = self._touched[number]
 
     def end(self) -> None:
         """Listen no more."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._sent = [], {}
+        self._handles, self._touched = [], {}
+        self._sent.forget()
