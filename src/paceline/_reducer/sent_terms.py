@@ -19,7 +19,7 @@ from .sum_places import Summed
 _SMALL = 1 << 14  # elements
 
 
-class _Lent(NamedTuple):
+class _LargeTerm(NamedTuple):
     """A large term."""
 
     term: Tensor
@@ -40,7 +40,7 @@ class SentTerms:
     def __init__(self, tensors: tuple[Summed, ...]) -> None:
         self._tensors = tensors
         self._small: list[_SmallTerms] = []
-        self._large: dict[int, _Lent] = {}
+        self._large: dict[int, _LargeTerm] = {}
         self._spare: list[KeptFloats] = []
 
     def __bool__(self) -> bool:
@@ -55,7 +55,7 @@ class SentTerms:
             self._small.append(_SmallTerms(small, list(map(Tensor.data_ptr, small.values())), kept))
         for number, term in terms.items():
             if number not in small:
-                self._large[number] = _Lent(term, copy_on_write(term))
+                self._large[number] = _LargeTerm(term, copy_on_write(term))
 
     def _is_small(self, number: int, term: Tensor) -> bool:
         of = self._tensors[number]
