@@ -178,6 +178,20 @@ def test_parameters_that_nobody_used_are_left_alone() -> None:
         assert empty == [True, True]
 
 
+def test_layers_that_are_frozen_and_thawed_leave_the_step_compiled() -> None:
+    def one_rank(group: Group) -> Any:
+        pair = Pair(two(group), optimizer="momentum")
+        for trained in (True, False, True):
+            for ddp in (pair.ddp, pair.eager):
+                ddp.module[2].requires_grad_(trained)
+            train(pair, 3)
+        return pair.step.reason, pair.states
+
+    for reason, (found, expected) in run_ranks(2, one_rank):
+        assert reason == ""
+        assert_alike(found, expected)
+
+
 @pytest.mark.parametrize("optimizer", ["momentum", "dampened", "adam", "adamw"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_that_is_not_used_in_a_step_keeps_its_state(ranks: int, optimizer: str) -> None:

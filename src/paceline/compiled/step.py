@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._reducer import Reducer
 from .._torch import dynamo, foreach, optim
 from .._torch.nn import backward_hooks, backward_pre_hooks
 from ..ddp import DistributedDataParallel
@@ -78,8 +79,9 @@ class Step:
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self._loss_fn = loss_fn
         self._wire = wire_of(ddp)
-        self._wire.reducer.handed.plan_ahead()
         self._binding = binding = Binding(self._wire, optimizer, loss_fn, settings)
+        self._planned: Reducer | None = None
+        self._plan_ahead()
         self._scaling = binding.scaling
         self._scaling.refuse_halves(binding.params, self._wire.rank)
         self._turns = Turns(ddp, settings.compile_timeout, lambda: binding.scale)
@@ -132,6 +134,7 @@ class Step:
         if self.ddp.replica.averaging.is_first_of(self.settings.accumulate):
             self._drop_grads()
         inputs = self._wire.begin_step(batch)
+        self._plan_ahead()
         if last:
             self._turns.before()
             self._wire.before_sending(self._turns.after)
@@ -143,6 +146,14 @@ class Step:
             return self._eager_step(inputs, last)
         self._wire.reducer.handed.refuse_overdue()
         return loss
+
+    def _plan_ahead(self) -> None:
+        """Plan for the reducer of now, once, on all ranks alike; frozen layers lead to another."""
+        if self._planned is self._wire.reducer:
+            return
+        self._planned = self._wire.reducer
+        self._planned.handed.plan_ahead()
+        self._binding.look()
 
     def _refuse_manual(self) -> None:
         """A step waits for its averages: it has an optimizer behind them."""
