@@ -19,7 +19,8 @@ from paceline.compiled import UNAVAILABLE
 # What a process sees of torch: the attributes of its modules, classes and functions, and what is in
 # its tables, each by identity. Values are kept, so that an id is not given away twice.
 SNAPSHOT = """
-import sys, types, warnings
+import gc, sys, types, warnings
+gc.disable()  # each collection would look at all that is kept
 warnings.simplefilter("ignore")
 KEPT = []
 
@@ -64,7 +65,7 @@ def differences(before, after):
 @cache
 def run(script: str) -> Any:
     """What a script leaves in ``result``."""
-    whole = f"{SNAPSHOT}\n{script}\nimport json; print(json.dumps(result))"
+    whole = f"{SNAPSHOT}\n{script}\nimport json; print(json.dumps(result)); gc.freeze()"
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # which names the backend sooner
     command = [sys.executable, "-c", whole]
     out = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)

@@ -230,10 +230,12 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(
     script.write_text(
         "import os, signal, sys\n"
         "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])\n"
+        "rank = int(os.environ['RANK'])\n"
+        "if rank % 2: signal.pause()\n"  # two of each machine are started, one of each trains
         "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
+        "dist.init_process_group('gloo', rank=rank // 2, world_size=2)\n"
         "dist.all_reduce(torch.ones(1))\n"
-        "if os.environ['RANK'] == '2': raise ValueError('on the second machine')\n"
+        "if rank == 2: raise ValueError('on the second machine')\n"
         "signal.pause()"
     )
     port = free_port()
@@ -243,7 +245,7 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(
     (out0, err0), (out1, err1) = [each.communicate(timeout=120) for each in launched]
     assert sorted(out0.splitlines()) == ["[0] 0 4 0", "[1] 1 4 1"]
     assert sorted(out1.splitlines()) == ["[2] 2 4 0", "[3] 3 4 1"]
-    said = "rank 2 of 4 failed first: ValueError: on the second machine (at train.py:6)"
+    said = "rank 2 of 4 failed first: ValueError: on the second machine (at train.py:8)"
     assert said in err0
     assert said in err1
     assert [each.returncode for each in launched] == [1, 1]
