@@ -40,6 +40,11 @@ class Used:
     def __str__(self) -> str:
         return f"{self.descriptors} | {self.threads} | {self.megabytes:.1f} MiB"
 
+    def is_back_to(self, before: Used) -> bool:
+        """Whether nothing has been left of the faults between the two."""
+        few = self.descriptors <= before.descriptors + 3 and self.threads <= before.threads + 1
+        return few and self.megabytes <= before.megabytes * 1.05
+
 
 def joiner(run: Run, ranks: dict[int, int]) -> None:
     """Kill a rank, and the one that joins in its place while it gets the state."""
@@ -98,7 +103,7 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
         for number in range(count):
             name = names[number] if number < len(names) else chance.choice(names)
             found = suffer(run, name)
-            if not before and found is not None:
+            if found is not None and number == min(len(names), count) - 1:  # each kind was there
                 before = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
             if found is None:
                 failed.append(name)
@@ -110,11 +115,12 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
             print(f"{number + 1:4} {name:16} {found.went_on:.2f} s", file=sys.stderr, flush=True)
         run.wait(run.ranks, DEADLINE)
         after = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
+        step = step_time(run)
         run.log.with_suffix(".hurry").touch()
     _tell(times, failed)
-    _tell_parts(shares, run)
-    _tell_used(run, before, after)
-    return _tell_end(run, expected) and not failed
+    _tell_parts(shares, step)
+    clean = _tell_used(run, before, after)
+    return _tell_end(run, expected) and clean and not failed
 
 
 def _tell(times: dict[str, list[float]], failed: list[str]) -> None:
@@ -128,12 +134,12 @@ def _tell(times: dict[str, list[float]], failed: list[str]) -> None:
         print(f"| {name.replace('_', ' ')} | **did not go on in {DEADLINE:g} s** | | |")
 
 
-def _tell_parts(shares: list[list[float]], run: Run) -> None:
+def _tell_parts(shares: list[list[float]], step: float) -> None:
     print("\n| part of a recovery | median | mean | longest |\n|---|---|---|---|")
     for name, found in zip(PARTS, zip(*shares, strict=True), strict=False):
         print(f"| {name} | {statistics.median(found):.3f} s | {statistics.mean(found):.3f} s "
               f"| {max(found):.2f} s |")  # fmt: skip
-    print(f"\na step without a fault, with its pause: {step_time(run):.3f} s (median)")
+    print(f"\na step without a fault, with its pause: {step:.3f} s (median)")
 
 
 def step_time(run: Run) -> float:
@@ -147,21 +153,26 @@ def step_time(run: Run) -> float:
     return statistics.median(gap for gap in gaps if gap)
 
 
-def _tell_used(run: Run, before: dict[str, Used], after: dict[str, Used]) -> None:
+def _tell_used(run: Run, before: dict[str, Used], after: dict[str, Used]) -> bool:
+    """Print what processes take; whether it is no more than before."""
     print("\n| process | when | descriptors | threads | resident |\n|---|---|---|---|---|")
-    for name in before:
-        print(f"| {name} | after the first fault | {before[name]} |")
-        print(f"| {name} | after the last | {after[name]} |")
-    rows = [line.split() for line in run.log.read_text().splitlines()]
-    lives: dict[str, list[list[str]]] = {}
-    for row in rows:
-        if len(row) == 8:
-            lives.setdefault(row[3], []).append(row)
-    longest = max(lives.values(), key=len)
+    rows = [line for line in run.lines(1 << 30) if len(line) == 8]
+    longest = max(
+        ([row for row in rows if row[3] == pid] for pid in {row[3] for row in rows}), key=len
+    )
     early, late = longest[min(100, len(longest) // 10)], longest[-1]
-    for when, row in ((f"step {early[1]}", early), (f"step {late[1]}", late)):
-        used = Used(int(row[5]), int(row[6]), float(row[7]))
-        print(f"| the rank that lived longest | {when} | {used} |")
+    before = {**before, "the rank that lived longest": _used_in(early)}
+    after = {**after, "the rank that lived longest": _used_in(late)}
+    for name, used in before.items():
+        print(f"| {name} | when each kind had happened, or in its 100th step | {used} |")
+        print(f"| {name} | after the last | {after[name]} |")
+    leaked = [name for name, used in before.items() if not after[name].is_back_to(used)]
+    print(f"\nleft of the faults: {f'**something, in {leaked}**' if leaked else 'nothing'}")
+    return not leaked
+
+
+def _used_in(row: list[str]) -> Used:
+    return Used(int(row[5]), int(row[6]), float(row[7]))
 
 
 def _tell_end(run: Run, expected: str) -> bool:

@@ -158,6 +158,19 @@ def flood(address: Address, key: JobKey, kept: list) -> Callable[[], None]:
     return attack
 
 
+def flood_of_hellos(address: Address, key: JobKey, kept: list) -> Callable[[], None]:
+    """Each costs the host a signature, and the stranger nothing; none is finished."""
+    hello = client_hello(key)
+
+    def attack() -> None:
+        kept.append(socket.create_connection(address, 5))
+        kept[-1].sendall(hello)
+        if len(kept) > 2 * CALLERS:
+            kept.pop(0).close()
+
+    return attack
+
+
 class Bomb:
     def __init__(self, path: str) -> None:
         self.path = path
@@ -174,6 +187,22 @@ def test_the_job_is_served_while_strangers_are_at_its_port(house, key, kind) -> 
     assert only_good_words(echo)
     assert echo.waits_for(1 + TALKS // 8)
     assert porter.strangers.total() > 0 or kind is slow_words
+
+
+def test_who_is_in_is_served_while_strangers_flood_the_port_with_hellos(house, key) -> None:
+    address, echo, porter = house
+    with connect(address, key.identity(AGENT), "echo", 30) as talk:
+        talk.settimeout(60)
+        with attacked(flood_of_hellos, address, key):
+            until = time.monotonic() + 60
+            for number in itertools.count():
+                talk.sendall(b"good")
+                assert talk.recv(4) == b"good"
+                if number >= TALKS // 4 and porter.strangers.total() > 0:
+                    break
+                assert time.monotonic() < until, "nobody was turned away"
+    assert only_good_words(echo)
+    connect(address, key.identity(AGENT), "echo", 30).close()
 
 
 def test_400_idle_sockets_keep_nobody_out(house, key) -> None:

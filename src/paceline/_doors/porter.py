@@ -36,7 +36,7 @@ from .unix import check_user
 
 LETTER = 1 << 16  # bytes that a process may say that hangs up without an answer
 REST = 0.2  # seconds until another is taken in, when there was no descriptor for one
-_AT_ONCE = 32  # connections that are taken in before others get their turn
+_AT_ONCE = 4  # connections that are taken in before others get a turn; each may cost a signature
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -119,6 +119,8 @@ class Porter:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
+            for door in self._doors:  # who comes now would be taken in and not seen off
+                self._loop.remove_reader(door)
             self._callers.close()
             self._settle()  # what has begun can be cancelled, and else cannot be closed
             for task in self._talks:
@@ -127,7 +129,6 @@ class Porter:
             self._settle()
         finally:
             for door in self._doors:
-                self._loop.remove_reader(door)
                 door.close()
             self._loop.close()
 
