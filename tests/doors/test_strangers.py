@@ -189,6 +189,7 @@ def test_the_job_is_served_while_strangers_are_at_its_port(house, key, kind) -> 
     assert porter.strangers.total() > 0 or kind is slow_words
 
 
+@pytest.mark.slow
 def test_who_is_in_is_served_while_strangers_flood_the_port_with_hellos(house, key) -> None:
     address, echo, porter = house
     with connect(address, key.identity(AGENT), "echo", 30) as talk:
