@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos import DEADLINE, FAULTS, Run, alone, children, launched, suffer
+from chaos import DEADLINE, FAULTS, STARTED, Run, alone, children, launched, suffer
 
-STEPS, PAUSE = 60, 0.05  # for each fault, and seconds; the last are done without pauses
+STEPS, PAUSE = 30, 0.05  # for each fault, and seconds; the last are done without pauses
 SPARES = 2
 NAMES = ["rank", "rank_0", "two_at_once", "during_recovery", "stopped", "keeper",
          "keeper_and_rank", "joiner", "reset"]  # fmt: skip
@@ -83,6 +83,13 @@ def parts(run: Run, begun: float, seconds: float) -> list[float]:
     return [late - early for early, late in itertools.pairwise(moments)]
 
 
+def _write(path: Path, text: str) -> None:
+    """Have a file be there whole."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
 def _trains(pid: int) -> bool:
     try:
         return b"chaos_rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -92,7 +99,7 @@ def _trains(pid: int) -> bool:
 
 def many(count: int, engine: str, folder: Path, seed: int) -> bool:
     """Let ``count`` faults happen in one run; prints what they did, and whether all held."""
-    chance, steps = random.Random(seed), -(-count * STEPS // 100) * 100
+    chance, steps = random.Random(seed), -(-(count + 4) * STEPS // 100) * 100
     expected = alone(steps, folder)
     times: dict[str, list[float]] = {}
     shares: list[list[float]] = []
@@ -102,6 +109,8 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
         before: dict[str, Used] = {}
         for number in range(count):
             name = names[number] if number < len(names) else chance.choice(names)
+            run.wait(run.ranks, STARTED)
+            _write(run.log.with_suffix(".due"), str((number + 2) * STEPS))
             found = suffer(run, name)
             if found is not None and number == min(len(names), count) - 1:  # each kind was there
                 before = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
@@ -114,6 +123,9 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
             shares += [part] if (part := parts(run, found.begun, found.went_on)) else []
             print(f"{number + 1:4} {name:16} {found.went_on:.2f} s", file=sys.stderr, flush=True)
         run.wait(run.ranks, DEADLINE)
+        if run.process.poll() is not None:
+            print("\n".join(line for _, line in run.said[-80:]), file=sys.stderr)
+            return False
         after = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
         step = step_time(run)
         run.log.with_suffix(".hurry").touch()

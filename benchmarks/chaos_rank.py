@@ -27,6 +27,7 @@ from paceline import DistributedDataParallel, elastic
 from paceline.data import ShardedLoader
 
 SHARDS, BATCH, SAMPLES = 6, 24, 2400  # 100 steps in an epoch
+FULL, SLOW = 3, 0.3  # ranks that a run has, and seconds of a step while there are fewer
 
 
 class Counting(nn.Module):
@@ -86,6 +87,23 @@ def used() -> str:
     return f"{len(os.listdir('/proc/self/fd'))} {threading.active_count()} {megabytes:.1f}"
 
 
+def rest(log: Path, step: int, ranks: int, pause: float) -> None:
+    """Pause; once the steps that are due by the next fault are done, until that one comes.
+
+    With fewer ranks steps go on, slowly, since others join between two.
+    """
+    due, hurry = log.with_suffix(".due"), log.with_suffix(".hurry")
+
+    def is_ahead() -> bool:
+        return due.exists() and step >= int(due.read_text() or "0") and not hurry.exists()
+
+    time.sleep(pause)
+    if ranks < FULL and is_ahead():
+        time.sleep(SLOW)
+    while ranks == FULL and is_ahead():
+        time.sleep(0.005)
+
+
 def main(log: str, steps: int, pause: float) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGUSR1, lambda *_: cut_connections())
@@ -116,7 +134,7 @@ def main(log: str, steps: int, pause: float) -> None:
             place = f"{step.number} {group.rank()} {os.getpid()} {group.size()}"
             os.write(file, f"{time.monotonic()} {place} {used()}\n".encode())
             if pause and not hurry.exists():
-                time.sleep(pause)
+                rest(Path(log), step.number, group.size(), pause)
         if group.rank() == 0 and job.finished:
             times = (-model.seen.detach()).round()
             once = bool((times == epochs).all())
