@@ -17,12 +17,12 @@ from paceline.cli.doctor.machine import (
     Host,
     Interface,
     Memory,
-    cpu_quota,
     interfaces,
     read_memory,
 )
 from paceline.cli.doctor.probe import Probe, probe
 from paceline.cli.failures import last_line
+from paceline.cli.machine import cpu_quota
 from paceline.groups import Availability, capabilities
 
 GIB = 1 << 30

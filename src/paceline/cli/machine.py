@@ -45,18 +45,17 @@ class ThisMachine:
 
 def cores() -> int:
     """Cores this process may use: those it may run on, less if a container's quota says so."""
-    quota = _cgroup_quota(_CGROUP, Path("/proc/self/cgroup"))
-    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
-def _cgroup_quota(root: Path, membership: Path) -> float:
-    """The tightest quota on the way from the root to this process's group, in cores."""
+def cpu_quota(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> float:
+    """The smallest quota of this process's control group and of those above it, in cores."""
     groups = [Path()]
-    for line in _read(membership).splitlines():
+    for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "cpu,cpuacct", "cpu"):
-            own = Path(path.lstrip("/"))
-            groups += [own, *own.parents]
+            mine = Path(path.lstrip("/"))
+            groups += [mine, *mine.parents]
     places = [root / base / group for group in groups for base in ("", "cpu", "cpu,cpuacct")]
     return min(map(_quota_in, places), default=math.inf)
 

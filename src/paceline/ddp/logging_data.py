@@ -161,6 +161,8 @@ _ENGINES = {
     },
 }
 
+_FIXED = {"gloo": {"gloo_num_threads": 2}}  # what torch gives gloo for each device
+
 
 def environment(backend: str) -> Mapping[str, Any]:
     """The environment variables that affect communication."""
@@ -172,9 +174,7 @@ def environment(backend: str) -> Mapping[str, Any]:
         **_ENGINES.get(backend, {}),
     }
     found: dict[str, Any] = {key: os.environ.get(name, "N/A") for key, name in wanted.items()}
-    if backend == "gloo":
-        found["gloo_num_threads"] = 2  # what torch gives gloo for each device
-    return found
+    return {**found, **_FIXED.get(backend, {})}
 
 
 _RELEVANT = """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.cli.machine import _cgroup_quota, allow_open_files, threads_per_rank
+from paceline.cli.machine import allow_open_files, cpu_quota, threads_per_rank
 from paceline.cli.run import plan, schedulers
 from paceline.cli.run.elastic import Elastic
 from paceline.cli.run.plan import Asked, Become, Launch, make_plan, port_of
@@ -300,12 +300,12 @@ def test_a_containers_quota_counts(tmp_path) -> None:
     (own / "cpu.max").write_text("max 100000\n")
     membership = tmp_path / "cgroup"
     membership.write_text("0::/pod/box\n")
-    assert _cgroup_quota(tmp_path, membership) == 1.5
+    assert cpu_quota(tmp_path, membership) == 1.5
     (own / "cpu.max").unlink()
     (own / "cpu.cfs_quota_us").write_text("50000")
     (own / "cpu.cfs_period_us").write_text("100000")
-    assert _cgroup_quota(tmp_path, membership) == 0.5
-    assert _cgroup_quota(tmp_path / "none", tmp_path / "none") == float("inf")
+    assert cpu_quota(tmp_path, membership) == 0.5
+    assert cpu_quota(tmp_path / "none", tmp_path / "none") == float("inf")
 
 
 def test_ranks_to_show_that_there_are_none_of_are_refused() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..machine import cores as usable_cores
+from ..machine import cpu_quota
 
 CGROUPS = Path("/sys/fs/cgroup")
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
@@ -70,24 +71,6 @@ def read_cores() -> Cores:
     return Cores(os.cpu_count() or allowed, allowed, cpu_quota(), usable_cores())
 
 
-def cpu_quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
-    """The smallest quota of this process's control group and of those above it, in cores."""
-    quotas = [_quota_of(folder) for folder in _groups(root, own, "cpu")]
-    return min(quotas, default=math.inf)
-
-
-def _quota_of(folder: Path) -> float:
-    with suppress(OSError, ValueError):  # version 2
-        quota, period = (folder / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # version 1
-        spent, span = (
-            int((folder / f"cpu.cfs_{part}_us").read_text()) for part in ("quota", "period")
-        )
-        return math.inf if spent < 0 else spent / span
-    return math.inf
-
-
 def _memory_limit(folder: Path) -> float:
     for name in ("memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
@@ -95,15 +78,15 @@ def _memory_limit(folder: Path) -> float:
     return math.inf
 
 
-def _groups(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of all above it."""
+def _memory_groups(root: Path, own: Path) -> Iterator[Path]:
+    """The folders of this process's control group for memory, and of all above it."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        if number != "0" and controller not in controllers.split(","):
+        if number != "0" and "memory" not in controllers.split(","):
             continue
         top = root if number == "0" else root / controllers
         folder = top / path.lstrip("/")
@@ -116,7 +99,7 @@ def read_memory() -> Memory:
     """Of the machine, or of the control group where that is less."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    groups = _groups(CGROUPS, Path("/proc/self/cgroup"), "memory")
+    groups = _memory_groups(CGROUPS, Path("/proc/self/cgroup"))
     limit = min((_memory_limit(folder) for folder in groups), default=math.inf)
     size, free = _dev_shm()
     return Memory(int(min(total, limit)), int(min(available, limit)), size, free, _memfd_works())
