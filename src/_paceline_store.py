@@ -24,8 +24,20 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 _EmptyError: Any = getattr(dist, "QueueEmptyError", dist.DistStoreError)
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(dict[str, Any])
 _MARGIN = 5.0  # seconds that the answer to a question that never waits may take at least
+
+
+class Answer(msgspec.Struct):
+    """What was asked for, or why there is none."""
+
+    values: tuple[bytes, ...] = ()
+    number: int = 0
+    keys: tuple[str, ...] = ()
+    error: str = ""
+    why: str = ""
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
 
 
 class Lines:
@@ -37,7 +49,7 @@ class Lines:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def ask(self, question: dict[str, Any], seconds: float) -> Answer | None:
         """The answer; None if it does not come in time. Raises OSError when nobody is there."""
         data = _ENCODER.encode(question)
         line = self._take()
@@ -91,20 +103,29 @@ def _read(line: socket.socket, size: int, until: float) -> bytes:
     return bytes(parts)
 
 
-class SocketStore(Store):
-    """A torch store whose keys lie with the launcher, behind a Unix socket."""
+class AskingStore(Store):
+    """A torch store whose keys lie elsewhere: every method asks for them there.
+
+    C++ looks up some methods by other names than Python does; both are here. The queues cannot be
+    reached through a ``PrefixStore``, which torch has only for stores of its own.
+    """
 
     timeout: timedelta  # torch's own, which C++ sets too
 
-    def __init__(self, lines: Lines, attempt: int, timeout: timedelta) -> None:
-        super().__init__()
-        self.lines, self.attempt = lines, attempt
-        self.set_timeout(timeout)
-        _kept.append(self)
+    def ask(
+        self,
+        op: Any,
+        keys: Sequence[str] = (),
+        values: Sequence[bytes] = (),
+        number: int = 0,
+        timeout: timedelta | None = None,
+    ) -> Any:
+        """Do what ``op`` says to ``keys``; the answer has ``values``, a ``number`` and ``keys``."""
+        raise NotImplementedError
 
     def set(self, key: str, value: str | bytes) -> None:
         """Leave a value."""
-        self._ask("set", [key], [_bytes(value)])
+        self.ask("set", [key], [_bytes(value)])
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
@@ -112,7 +133,7 @@ class SocketStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._ask("wait", keys, timeout=timeout)
+        self.ask("wait", keys, timeout=timeout)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
@@ -138,21 +159,21 @@ class SocketStore(Store):
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes at the end of a value."""
-        self._ask("append", [key], [_bytes(value)])
+        self.ask("append", [key], [_bytes(value)])
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for several values."""
-        return list(self._ask("get", keys)["values"])
+        return list(self.ask("get", keys).values)
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Leave several values at once."""
         if len(keys) != len(values):
             raise dist.DistStoreError("multi_set needs as many values as keys")
-        self._ask("set", keys, [_bytes(value) for value in values])
+        self.ask("set", keys, [_bytes(value) for value in values])
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Put a value at the end of a queue."""
-        self._ask("push", [key], [_bytes(value)])
+        self.ask("push", [key], [_bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of a queue."""
@@ -164,15 +185,11 @@ class SocketStore(Store):
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        return list(self._ask("list").get("keys", ()))
+        return list(self.ask("list").keys)
 
     def has_extended_api(self) -> bool:
         """Whether append, multi_get and multi_set are there: they are."""
         return True
-
-    def clone(self) -> Store:
-        """Give a store of the same keys; any thread may use either."""
-        return SocketStore(self.lines, self.attempt, self.timeout)
 
     deleteKey = delete_key
     getNumKeys = num_keys
@@ -180,20 +197,37 @@ class SocketStore(Store):
     def _value(
         self, op: str, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0
     ) -> bytes:
-        found: bytes = self._ask(op, keys, values, number)["values"][0]
+        found: bytes = self.ask(op, keys, values, number).values[0]
         return found
 
     def _number(self, op: str, keys: Sequence[str] = (), number: int = 0) -> int:
-        return int(self._ask(op, keys, number=number)["number"])
+        return int(self.ask(op, keys, number=number).number)
 
-    def _ask(
+
+class SocketStore(AskingStore):
+    """A torch store whose keys lie with the launcher, behind a Unix socket."""
+
+    def __init__(self, lines: Lines, attempt: int, timeout: timedelta) -> None:
+        super().__init__()
+        self.lines, self.attempt = lines, attempt
+        self.set_timeout(timeout)
+        if not _kept:
+            atexit.register(_close_lines)
+        _kept.append(self)
+
+    def clone(self) -> Store:
+        """Give a store of the same keys; any thread may use either."""
+        return SocketStore(self.lines, self.attempt, self.timeout)
+
+    def ask(
         self,
         op: str,
         keys: Sequence[str] = (),
         values: Sequence[bytes] = (),
         number: int = 0,
         timeout: timedelta | None = None,
-    ) -> dict[str, Any]:
+    ) -> Answer:
+        """Ask the launcher."""
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
         limit = seconds if op in ("get", "wait", "pop") else max(seconds, _MARGIN)
         asked = {"type": "AskKeys", "id": 0, "roster": self.attempt, "op": op}
@@ -204,30 +238,30 @@ class SocketStore(Store):
             raise dist.DistNetworkError(
                 f"the store of paceline run at {self.lines.path} cannot be reached: {error}"
             ) from None
-        if answer is None:
-            waited = f"wait timeout after {round(limit * 1000)}ms, keys: {', '.join(keys)}"
-            raise dist.DistStoreError(waited)
-        return _checked(answer)
+        found: Answer = checked(answer, keys, limit)
+        return found
 
 
 # C++ holds its half of a store, which is nothing without the half that Python would let go of.
 _kept: list[SocketStore] = []
 
 
-@atexit.register
 def _close_lines() -> None:
     for store in _kept:
         store.lines.close()
 
 
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    why, kind = answer.get("why", ""), answer.get("error", "")
-    if kind == "empty":
-        raise _EmptyError(why)
-    if kind == "value":
-        raise ValueError(why)
-    if kind:
-        raise dist.DistStoreError(why)
+def checked(answer: Any, keys: Sequence[str], seconds: float, whose: str = "") -> Any:
+    """Return ``answer``; raise what torch's stores do if it is an error, or None: too late."""
+    if answer is None:
+        waited = f"wait timeout after {round(seconds * 1000)}ms, keys: {', '.join(keys)}"
+        raise dist.DistStoreError(waited)
+    if answer.error == "empty":
+        raise _EmptyError(answer.why)
+    if answer.error == "value":
+        raise ValueError(answer.why)
+    if answer.error:
+        raise dist.DistStoreError(f"{whose}{answer.why}")
     return answer
 
 
