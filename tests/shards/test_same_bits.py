@@ -105,7 +105,8 @@ def digest_of(run: Run, group: Group) -> str:
     trainee.train(0, run.steps)
     hashed = sha256()
     for name, tensor in trainee.state().items():
-        hashed.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        hashed.update(name.encode())
+        hashed.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return hashed.hexdigest()
 
 
