@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline import DistributedDataParallel, Join, recorder
+from paceline.data import Shard
 from paceline.groups import Group
 from paceline.recorder import events
 from paceline.recorder.order import Log, Made, Pairing, Swap, log_of
@@ -100,6 +101,20 @@ def branches(group: Group) -> None:
         group.all_reduce(torch.ones(2))
     else:
         group.all_reduce(torch.zeros(2))
+
+
+def test_sums_of_shards_may_leave_from_any_line() -> None:
+    def one_rank(group: Group) -> Log:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group, shards=2)
+        for step in range(3):  # from the second one on, one rank sends in a backward pass
+            for index in ddp.shards_of(range(2) if group.rank() == step % 2 else []):
+                with ddp.shard(Shard(0, step, index, 2)):
+                    ddp(torch.ones(1, 2)).sum().backward()
+        assert group.board is not None
+        return log_of(group.board)
+
+    for log in run_ranks(2, one_rank):
+        assert [kind for kind in log.kinds if "all_reduce" in kind.call] == []
 
 
 def said(err: str) -> list[str]:

@@ -44,7 +44,6 @@ from .trained import sparse_parameters
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-SUMS = "the wrapper's sums over the shards of a step"
 EMPTY: Mapping[str, str] = MappingProxyType({})
 _LIMIT = 1 << 53  # samples of a shard
 _IDLE = (
@@ -323,7 +322,7 @@ class ShardReplica(Replica):
             self.begin_step()
         self._same.update(same)
         try:
-            with torch.no_grad(), events.calls_for(self.group.board, SUMS):
+            with torch.no_grad(), events.calls_for(self.group.board, events.SHARD_SUMS):
                 called = self._average(replace(self._done(), call=call, finite=finite))
         except BaseException:
             self._give_up()

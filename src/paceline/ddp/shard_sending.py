@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._reducer import SentTerms, StepSums
 from .._torch.autograd import call_after_backward
+from ..recorder import events
 
 
 class EarlySending:
@@ -90,7 +91,8 @@ class EarlySending:
             if self._sent_weight:
                 self._sums.add(terms, self._sent_weight)
             self._sent.note(terms)
-        self._sums.send_next()
+        with events.calls_for(self._sums.group.board, events.SHARD_SUMS):
+            self._sums.send_next()
 
     def _learn(self, *, complete: bool) -> None:
         """Let the last gradient of each bucket tell the next time, if that would be enough."""

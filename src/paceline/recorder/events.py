@@ -308,6 +308,9 @@ def open_board(
 
 
 STANDING_IN = "a call of Join, for a rank that has run out"
+SHARD_SUMS = "the wrapper's sums over the shards of a step"
+# Calls whose lines tell nothing of their order: it depends on a rank's data where it makes them.
+ANYWHERE = frozenset({STANDING_IN, SHARD_SUMS})
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def log_of(board: events.Board, after: int = 0) -> Log:
     for entry in list(events.calls):
         if entry.board is not board or entry.sequence <= after or entry.code is None:
             continue
-        if entry.purpose == events.STANDING_IN:  # its line is where the inputs ended
+        if entry.purpose in events.ANYWHERE:
             continue
         place = (entry.code, entry.lasti, entry.kind, entry.reduction, entry.root, entry.bucket)
         key = (*place, entry.shape, entry.dtype)
@@ -65,7 +65,7 @@ def log_of(board: events.Board, after: int = 0) -> Log:
 
 def log_from(calls: Sequence[Told]) -> Log:
     """The log of a rank, from what it has told of its calls."""
-    own = (call for call in calls if call.purpose != events.STANDING_IN)
+    own = (call for call in calls if call.purpose not in events.ANYWHERE)
     lined = [call for call in own if call.sequence and call.line]
     return Log([made(c) for c in lined], [(c.sequence, at) for at, c in enumerate(lined)])
 
