@@ -285,7 +285,7 @@ def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
         if group.rank() == 2:
             over.wait()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            group.all_reduce(torch.ones(1), timeout=0.1 if group.rank() == 0 else 60)
+            group.all_reduce(torch.ones(1), timeout=1.5 if group.rank() == 0 else 60)
         over.set()
         with pytest.raises(CollectiveTimeoutError):
             group.barrier()
@@ -295,7 +295,7 @@ def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
     for rank, error in enumerate(errors):
         assert (error.rank, error.operation, error.sequence) == (rank, "all_reduce", 2)
         assert list(error.ranks) == [2]
-        assert (error.seconds, error.reporter) == (0.1, 0)
+        assert (error.seconds, error.reporter) == (1.5, 0)
         assert list(error.behind) == ["rank 2 in operation 1 (barrier)"]
 
 
