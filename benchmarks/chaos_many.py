@@ -92,7 +92,8 @@ def _write(path: Path, text: str) -> None:
 
 def _trains(pid: int) -> bool:
     try:
-        return b"chaos_rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"chaos_rank.py" in command and b"template_process.py" not in command
     except OSError:
         return False
 

@@ -113,6 +113,18 @@ def test_a_template_that_was_killed_is_started_again_until_that_is_in_vain(start
     assert found.phase is TemplatePhase.GIVEN_UP
 
 
+def test_a_template_that_has_been_of_use_is_started_again_however_often_it_is_killed(start) -> None:
+    found = start(MEMBER)
+    for number in range(template._TIMES + 1):
+        assert found.phase is TemplatePhase.READY
+        assert forked(found, number)[1] == 0
+        assert found._process is not None
+        os.kill(found._process.pid, signal.SIGKILL)
+        with pytest.raises(OSError):
+            forked(found, number)
+        wait_for(found)
+
+
 def test_a_template_that_does_not_answer_starts_nobody(start, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(template, "_ANSWER", 0.05)
     found = start(f"open({str(tmp_path / 'ran')!r}, 'x')")

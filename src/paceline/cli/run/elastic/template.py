@@ -25,7 +25,7 @@ from .template_process import GO, LONGEST, READY
 
 _WITHIN = 60.0  # seconds that imports may take
 _ANSWER = 10.0  # seconds that a fork may take, while the launcher does nothing else
-_TIMES = 3  # that it is started, until that is given up
+_TIMES = 3  # that it is started in vain, until that is given up
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
@@ -85,6 +85,7 @@ class Template:
             if pid <= 0:
                 raise OSError("it could not fork")
             os.write(says, GO)  # a member that nobody waits for ends by itself
+            self._times = 1  # it was of use, so that another would be
             return ForkedMember(pid)
         except (OSError, ValueError) as error:
             say.note(f"members are not forked: the process to fork them from failed ({error})")
