@@ -4,9 +4,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 
+from paceline import DistributedDataParallel
 from paceline.errors import MismatchError, RanksFailedError, RendezvousError
 from paceline.groups import Group, new_group
+from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
@@ -83,6 +86,35 @@ def test_the_same_calls_pass_through_a_strict_group() -> None:
         return total.item()
 
     assert run_ranks(3, one_rank, deadline=DEADLINE) == [27.0] * 3
+
+
+def test_ranks_that_stand_in_for_others_inside_join_pass_through_a_strict_group() -> None:
+    def one_rank(group: Group) -> int:
+        group.set_checks("strict")
+        ddp = DistributedDataParallel(nn.Linear(3, 2, bias=False), process_group=group)
+        with ddp.join():
+            for _ in range(1 + 2 * group.rank()):
+                ddp(torch.ones(2, 3)).sum().backward()
+        return group.rank()
+
+    assert run_ranks(3, one_rank, deadline=DEADLINE) == [0, 1, 2]
+
+
+def test_two_lines_differ_though_a_third_rank_stands_in() -> None:
+    def one_rank(group: Group) -> tuple[int, int]:
+        group.set_checks("strict")
+        total = torch.tensor([1.0])
+        with pytest.raises(MismatchError) as caught:
+            if group.rank() == 0:
+                with events.calls_for(group.board, events.STANDING_IN):
+                    group.all_reduce(total)
+            elif group.rank() == 1:
+                group.all_reduce(total)
+            else:
+                group.all_reduce(total)
+        return caught.value.rank_a, caught.value.rank_b
+
+    assert run_ranks(3, one_rank, deadline=DEADLINE) == [(1, 2)] * 3
 
 
 def disagree(meeting: Meeting) -> None:

@@ -64,6 +64,12 @@ def test_the_same_program_in_two_folders_is_the_same() -> None:
     assert Pairing().compare(a_log("/here/a.py:1"), a_log("/there/a.py:1")) is None
 
 
+def test_unequal_sizes_from_one_line_are_no_swap() -> None:
+    sizes = [Made("a:1", f"all_gather of float32[{n}]") for n in (38, 36)]
+    mine, theirs = (Log(kinds, [(1, 0), (2, 1)]) for kinds in (sizes, sizes[::-1]))
+    assert Pairing().compare(mine, theirs) is None
+
+
 def test_each_rank_as_root_in_turn_is_no_swap() -> None:
     mine = Log([Made("a:1", "broadcast root 0"), Made("a:2", "broadcast root 1")], [(1, 0), (2, 1)])
     them = Log([Made("a:2", "broadcast root 0"), Made("a:1", "broadcast root 1")], [(1, 0), (2, 1)])

@@ -150,7 +150,8 @@ class CallMaking(ProcessGroup):
 
     def _agree_on(self, call: Call) -> None:
         if call.kind not in ("send", "recv"):
-            agree(call, self._engine, self._rank, self._size)
+            anywhere = self.board is not None and self.board.purpose in events.ANYWHERE
+            agree(call, self._engine, self._rank, self._size, anywhere=anywhere)
 
     def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
         """Make ``call`` between the hooks that want to see it before and after."""

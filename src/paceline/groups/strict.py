@@ -22,6 +22,7 @@ from .engine import Call, Engine
 
 Checks = Literal["off", "warn", "strict"]
 CHECKS = ("off", "warn", "strict")
+_ANYWHERE = 0  # in the place of a line
 _TEXT = 192  # bytes of a line and a call, in words
 
 
@@ -41,19 +42,37 @@ def check_setting(checks: str, store: Store, rank: int, size: int) -> None:
         )
 
 
-def agree(call: Call, engine: Engine, rank: int, size: int) -> None:
-    """Return once all ranks make a call from this line; raise on all if one makes another."""
+def agree(call: Call, engine: Engine, rank: int, size: int, *, anywhere: bool = False) -> None:
+    """Return once all ranks make a call from this line; raise on all if one makes another.
+
+    ``anywhere``: the library makes the call on this rank, whose line is another than that of ranks
+    that do the same.
+    """
     line = events.line_of(*events.caller(sys._getframe(1)))
-    own = f"{os.path.basename(line)} {call.kind} {call.reduction} {call.root}"
-    digest = hashlib.blake2b(own.encode(), digest_size=7).digest()
-    numbers = _gather(torch.tensor([int.from_bytes(digest, "little")]), call, engine, size)
-    if bool((numbers == numbers[0]).all()):
+    what = _digest(f"{call.kind} {call.reduction} {call.root}")
+    where = _ANYWHERE if anywhere else _digest(os.path.basename(line))
+    numbers = _gather(torch.tensor([what, where]), call, engine, size)
+    if (differing := _differing(numbers)) is None:
         return
-    other = int((numbers != numbers[0]).flatten().int().argmax())
+    one, other = differing
     said = f"{_words(call)}\0{line}".encode()[:_TEXT].ljust(_TEXT, b"\0")
     texts = _gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), call, engine, size)
-    (call_a, line_a), (call_b, line_b) = (_read(texts[r]) for r in (0, other))
-    raise MismatchError(rank, call.sequence, 0, call_a, other, call_b, line_a=line_a, line_b=line_b)
+    (call_a, line_a), (call_b, line_b) = (_read(texts[r]) for r in (one, other))
+    at = (rank, call.sequence, one, call_a, other, call_b)
+    raise MismatchError(*at, line_a=line_a, line_b=line_b)
+
+
+def _digest(text: str) -> int:
+    return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _differing(numbers: torch.Tensor) -> tuple[int, int] | None:
+    """Two ranks that make different calls, by what each calls and where; None if none do."""
+    what, where = numbers.T
+    told = where != _ANYWHERE
+    one = int(told.int().argmax())  # 0 if nobody tells
+    differs = (what != what[one]) | (told & (where != where[one]))
+    return (one, int(differs.int().argmax())) if bool(differs.any()) else None
 
 
 def _gather(own: torch.Tensor, call: Call, engine: Engine, size: int) -> torch.Tensor:

@@ -35,6 +35,11 @@ class Made(msgspec.Struct, frozen=True):
         """What is equal on two ranks that do the same; folders may differ between hosts."""
         return os.path.basename(self.line), self.call, self.bucket
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it was made; from one place ranks may send unequal sizes."""
+        return os.path.basename(self.line), self.bucket
+
 
 class Log(msgspec.Struct, frozen=True):
     """What a rank called: kinds of calls, and for each call its number and which kind it was."""
@@ -115,7 +120,7 @@ class Pairing:
         for seen, kind in ((self._mine, pair.mine), (self._theirs, pair.theirs)):
             if len(seen) < MOST:
                 seen.add(kind.same)
-        if pair.mine.same != pair.theirs.same and len(self._differing) < MOST:
+        if pair.mine.place != pair.theirs.place and len(self._differing) < MOST:
             lines = _lines(pair)
             if lines not in self._told and lines[::-1] not in self._told:
                 self._differing.setdefault(lines, pair)
