@@ -19,7 +19,6 @@ from paceline.groups import Group
 from paceline.recorder import account, events
 from paceline.recorder.account import account_of
 from paceline.recorder.explain import Explanation, Found
-from paceline.recorder.threads import finish_asking
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.recorder.patience import be_patient
@@ -269,7 +268,18 @@ def test_a_log_that_cannot_be_saved_at_the_end_is_told(
 
 
 def recorder_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("paceline-recorder")]
+    return [thread.name for thread in _recorder_threads()]
+
+
+def _recorder_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("paceline-recorder")]
+
+
+def await_recorder_threads() -> None:
+    """Wait until none is left: one may start another before it ends."""
+    until = time.monotonic() + DEADLINE
+    while (left := _recorder_threads()) and time.monotonic() < until:
+        left[0].join(max(0.0, until - time.monotonic()))
 
 
 def test_the_thread_lives_as_long_as_there_are_groups() -> None:
@@ -284,7 +294,7 @@ def test_the_thread_lives_as_long_as_there_are_groups() -> None:
 
     run_ranks(2, one_rank)
     assert seen == [["paceline-recorder"]], "threads of one process need no port"
-    finish_asking(DEADLINE)
+    await_recorder_threads()
     assert recorder_threads() == []
 
 
