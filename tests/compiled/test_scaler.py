@@ -131,9 +131,7 @@ def test_optimizers_that_no_graph_can_hold_are_stepped_by_the_scaler(
         assert_alike(found, expected, 1e-5)
 
 
-def test_steps_that_cannot_be_traced_are_scaled_in_eager_mode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_cannot_be_traced_are_scaled_in_eager_mode() -> None:
     def one_rank(group: Group) -> Any:
         pair = Scaled(two(group), optimizer="adamw")
         pair.step.reason = "it is told so"

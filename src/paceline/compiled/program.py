@@ -76,15 +76,10 @@ def write(
     ) -> tuple[Any, ...]:
         loss, fresh = differentiate(scale, *batch)
         local = [_sum(grad, held[slot]) if held else grad for slot, grad in enumerate(fresh)]
-        grads, rows, norm, found = list(local), hyperparameters, None, None
+        grads, rows = list(local), hyperparameters
         if layout.launches:
             grads = _averaged(layout, buffers, wire, trouble, local)
-        if layout.unscales and scale is not None:
-            found = _unscale(grads, scale)
-        if layout.max_norm is not None:
-            norm = _clip(grads, layout.max_norm)
-        if found is not None:
-            _replace(grads, lambda those: [torch.where(found > 0, 0.0, g) for g in those])
+        norm, found = _unscale_and_clip(layout, grads, scale)
         if layout.classes:
             rows = _unless_in_vain(trouble if layout.launches else None, found, hyperparameters)
         for row, (kind, slots) in enumerate(layout.classes):
@@ -182,38 +177,25 @@ def _unless_in_vain(trouble: Tensor | None, found: Tensor | None, rows: Tensor) 
     return torch.where(torch.cat([told.flatten() for told in reasons]).gt(0).any(), idle, usual)
 
 
-def _replace(grads: list[Tensor | None], change: Callable[[Tensors], Tensors]) -> None:
-    """Put what ``change`` makes of the gradients in their places."""
+def _unscale_and_clip(
+    layout: StepLayout, grads: list[Tensor | None], scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Divide the gradients by the scale and clip them, in the list; all are 0 if one is infinite.
+
+    Returns their norm if they are clipped, and whether one was not finite if they are divided.
+    """
     slots = [slot for slot, grad in enumerate(grads) if grad is not None]
-    changed = change([grads[slot] for slot in slots])  # type: ignore[misc]
-    for slot, grad in zip(slots, changed, strict=True):
+    those: Tensors = [grads[slot] for slot in slots]  # type: ignore[misc]
+    norm = found = None
+    if layout.unscales and scale is not None:
+        those, found = scaling.divide(those, scale)
+    if layout.max_norm is not None:
+        those, norm = updates.clip(those, layout.max_norm)
+    if found is not None:
+        those = [torch.where(found > 0, 0.0, grad) for grad in those]
+    for slot, grad in zip(slots, those, strict=True):
         grads[slot] = grad
-
-
-def _clip(grads: list[Tensor | None], max_norm: float) -> Tensor:
-    """Scale them down in the list."""
-    norms: Tensors = []
-
-    def clip(those: Tensors) -> Tensors:
-        clipped, norm = updates.clip(those, max_norm)
-        norms.append(norm)
-        return clipped
-
-    _replace(grads, clip)
-    return norms[0]
-
-
-def _unscale(grads: list[Tensor | None], scale: Tensor) -> Tensor:
-    """Divide them in the list; returns 1 if one of them is not finite, else 0."""
-    found: Tensors = []
-
-    def divide(those: Tensors) -> Tensors:
-        divided, mark = scaling.divide(those, scale)
-        found.append(mark)
-        return divided
-
-    _replace(grads, divide)
-    return found[0]
+    return norm, found
 
 
 def _update(

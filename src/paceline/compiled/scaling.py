@@ -8,6 +8,7 @@ the optimizer counts, on the host: like torch's scaler, a step with one waits fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from .._torch import foreach
 from .._torch.optim import found_by_graph, scale_of
 from ..errors import ModuleArgumentError
+from ..groups import Group, ReduceOp
 
 
 class Scaling:
@@ -38,6 +40,24 @@ class Scaling:
             raise ModuleArgumentError(
                 f"rank {rank}: train_step(scaler=...): Attempting to unscale FP16 gradients.",
                 "Keep the parameters in float32, and pass autocast=torch.float16.",
+            )
+
+    def agree(self, group: Group, device: torch.device, timeout: timedelta) -> None:
+        """Raise an error on all ranks if their scales differ; every rank calls it.
+
+        ``device``: that of the model, which may be another than the group's.
+        """
+        own = self.scale(device)
+        mine = 0.0 if own is None else float(own)
+        both = torch.tensor([mine, -mine], dtype=torch.float64, device=group.device)
+        group.all_reduce(both, ReduceOp.MAX, timeout)
+        most, least = float(both[0]), -float(both[1])
+        if most != least:
+            raise ModuleArgumentError(
+                f"rank {group.rank()}: train_step(scaler=...): this rank's scale is {mine:g}, and "
+                f"those of all ranks go from {least:g} to {most:g} (0: no scaler): their gradients "
+                "cannot be averaged. Every rank raises this.",
+                "Give all ranks a scaler with the same state, or none.",
             )
 
     # -- a step in eager mode -----------------------------------------------------------------

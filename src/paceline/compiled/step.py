@@ -84,7 +84,9 @@ class Step:
         self._plan_ahead()
         self._scaling = binding.scaling
         self._scaling.refuse_halves(binding.params, self._wire.rank)
-        self._turns = Turns(ddp, settings.compile_timeout, lambda: binding.scale)
+        group, timeout = ddp.replica.group, settings.compile_timeout
+        device = binding.params[0].device
+        self._turns = Turns(ddp, timeout, lambda: binding.scaling.agree(group, device, timeout))
         self._modules = list(ddp.module.modules())
         self.replays = self._make_replays()
         self._tracing = dynamo.tracing_backward()

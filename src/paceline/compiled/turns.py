@@ -20,13 +20,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from .._torch import dynamo
 from ..ddp import DistributedDataParallel
-from ..errors import ModuleArgumentError
-from ..groups import Group, ReduceOp
+from ..groups import Group
 from ..recorder import events
 from .settings import Settings
 
@@ -42,10 +38,10 @@ class Turns:
         self,
         ddp: DistributedDataParallel,
         timeout: timedelta,
-        scale: Callable[[], Tensor | None] = lambda: None,
+        agree: Callable[[], None] = lambda: None,
     ) -> None:
-        """``scale``: what this rank multiplies its loss by."""
-        self._ddp, self._scale = ddp, scale
+        """``agree`` is called on all ranks together, before the first of them compiles."""
+        self._ddp, self._agree = ddp, agree
         self._group = ddp.replica.group
         self._timeout = timeout
         self._leads = os.environ.get("LOCAL_RANK", str(self._group.rank())) == "0"
@@ -61,29 +57,14 @@ class Turns:
         """
         reducer = self._ddp.replica.reducer
         first = reducer is self._reducer and reducer.passes == self._passes
-        self._open = first and self._group.size() > 1 and not self._ddp.replica.in_join()
-        if self._open:
-            self._agree_on_scale()
+        self._open = False
+        if first and self._group.size() > 1 and not self._ddp.replica.in_join():
+            self._agree()
+            self._open = True
         if self._open and not self._leads:
             self._group.barrier(self._timeout)
         if self._open:
             say_doing(self._group.board, "compiles its first step")
-
-    def _agree_on_scale(self) -> None:
-        """Raise an error on all ranks if their gradients could not be averaged."""
-        own = self._scale()
-        mine = 0.0 if own is None else float(own)
-        both = torch.tensor([mine, -mine], dtype=torch.float64, device=self._group.device)
-        self._group.all_reduce(both, ReduceOp.MAX, self._timeout)
-        most, least = float(both[0]), -float(both[1])
-        if most != least:
-            self._open = False
-            raise ModuleArgumentError(
-                f"rank {self._group.rank()}: train_step(scaler=...): this rank's scale is "
-                f"{mine:g}, and those of all ranks go from {least:g} to {most:g} (0: no scaler): "
-                "their gradients cannot be averaged. Every rank raises this.",
-                "Give all ranks a scaler with the same state, or none.",
-            )
 
     def after(self) -> None:
         """This rank has compiled: wait for all others, unless it has done so already."""
