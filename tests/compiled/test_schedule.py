@@ -135,6 +135,35 @@ def test_inductor_launches_between_the_matmuls_and_waits_last() -> None:
     assert all("mm" not in entry.what for entry in schedule[settle:])  # only the update is behind
 
 
+class Residual(nn.Module):
+    """As a layer of a transformer: what comes in is added to what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(torch.tanh(self.wide(self.norm(x))))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_gradients_of_weights_are_computed_where_the_backward_pass_has_them() -> None:
+    """Not all at its end, where nothing would be left to compute while buckets travel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(3)])
+    ddp = paceline.DistributedDataParallel(model, process_group=peerless(), bucket_cap_mb=8e-3)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    step = train_step(ddp, optimizer, lambda m, x: m(x).sum(), autocast=torch.bfloat16)
+    _, codes = run_and_get_code(step, torch.randn(4, 32))
+    schedule = read_code(codes[0])
+    does = [entry.does for entry in schedule]
+    between = schedule[does.index(Does.LAUNCH) : does.index(Does.SETTLE)]
+    assert does.count(Does.LAUNCH) == 6
+    products = sum("mm" in entry.what for entry in between)
+    assert products >= 2 * 4, schedule  # each layer has four in its backward pass
+
+
 @needs_compiler
 def test_a_step_reads_no_number_back() -> None:
     """On a GPU everything would be awaited for it."""

@@ -258,16 +258,30 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in that pool
+        self.stream: torch.cuda.Stream | None = None  # that graphs are captured on
 
     def __call__(self, function: Callable[[], Any]) -> Captured:
         """What ``function`` does, captured."""
-        if self._pool is None:
+        if not self._alive:  # torch has given up a pool whose last graph has ended
             self._pool = torch.cuda.graph_pool_handle()
+        self.stream = self.stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         # Threads of torch's may ask for events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        ):
             results = function()
-        return Captured(graph.replay, results, graph.reset)
+        # Before it captures, torch sets on that stream how far random numbers have come: to zero.
+        # The first replay sets it on this stream, and must not be overtaken.
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self._alive.add(graph)
+
+        def end() -> None:
+            self._alive.discard(graph)
+            graph.reset()
+
+        return Captured(graph.replay, results, end)
 
 
 Times = list[tuple[Any, Any]]  # events before and behind

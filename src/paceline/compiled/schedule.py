@@ -3,10 +3,8 @@
 A graph says what depends on what; when each thing runs is up to the compiler. A launch has to run
 as soon as its last gradient is there, so that buckets travel while the backward pass goes on, and
 all are awaited last. :func:`launch_early` puts each launch right behind the last gradient that it
-needs. Where that gradient itself is computed is Inductor's choice, before our pass (it moves what
-has one use next to it: ``reorder_for_locality``) and after it (``reorder_for_peak_memory``); both
-are left on. In a chain of layers launches come out between the matrix products of the backward
-pass; in transformers many weights' gradients, and so their launches, come out behind it.
+needs. That gradient has to be computed early itself: it is where autograd put it, as long as
+Inductor does not move it (``graph_passes.AS_WRITTEN``).
 ``tests/compiled/test_schedule.py`` reads the order from generated code.
 """
 

@@ -239,7 +239,8 @@ class Step:
         settings, backend = self.settings, self.settings.backend
         options = None
         if backend == "inductor":
-            options = graph_passes.inductor_options(settings.options)
+            launches = self._wire.reducer.averages
+            options = graph_passes.inductor_options(settings.options, launches=launches)
         if self.replays is not None:
             backend = self.replays.backend(dynamo.compiler_of(backend, options))
             options = None
