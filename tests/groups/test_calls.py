@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from paceline import Group
-from paceline.errors import CollectiveTypeError, GroupClosedError, WaitTimeoutError
+from paceline.errors import (
+    AllocationSizeError,
+    CollectiveTypeError,
+    GroupClosedError,
+    WaitTimeoutError,
+)
 from paceline.groups import ReduceOp, Work
 from paceline.groups.work import Together, Watcher
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -161,6 +167,16 @@ def test_what_is_reduced_in_place_reaches_the_engine_as_it_is_and_not_as_a_copy(
         getattr(group, way)([tensor] if way == "all_reduce_coalesced" else tensor).wait()
         assert [(a is tensor, b is tensor) for a, b in seen] == [(True, True)]
         assert tensor.tolist() == [2.0] * 8
+
+    run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize("numel", [(2, 3), -1, 2.5, None, "8"])
+def test_memory_of_no_number_of_elements_is_refused(numel: Any) -> None:
+    def one_rank(group: Group) -> None:
+        with pytest.raises(AllocationSizeError, match=r"rank [01]: allocate: numel: expected"):
+            group.allocate(numel)
+        assert group.allocate(torch.Size([3])[0]).shape == (3,)
 
     run_ranks(2, one_rank)
 

@@ -160,6 +160,7 @@ from .elastic import (
     MembershipError,
 )
 from .groups import (
+    AllocationSizeError,
     BackendTakenError,
     CodecError,
     CollectiveArgumentError,
@@ -231,6 +232,7 @@ from .stores import (
 from .versions import UnsupportedTorchError
 
 __all__ = [
+    "AllocationSizeError",
     "AveragingArgumentError",
     "AveragingTypeError",
     "BackendTakenError",

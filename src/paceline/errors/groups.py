@@ -375,6 +375,20 @@ class MessageMemoryError(GroupError, MemoryError):
 
 
 @dataclass(eq=False)
+class AllocationSizeError(PacelineError, ValueError, TypeError):
+    """``Group.allocate`` was asked for something that is no number of elements."""
+
+    rank: int
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: allocate: numel: expected a number of elements, 0 or more, got "
+            f"{self.found}. For a shape, allocate its product and view the tensor as the shape."
+        )
+
+
+@dataclass(eq=False)
 class WaitTimeoutError(PacelineError, TimeoutError, RuntimeError):
     """``Work.wait(timeout)`` timed out; the work continues and can be waited for again."""
 

@@ -14,6 +14,7 @@ what a group is, and where it ends.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import weakref
@@ -33,7 +34,7 @@ from typing_extensions import Self
 from .._torch import c10d, versions
 from .._torch.first_use import group_is_made
 from .._transport import Clock
-from ..errors import MonitoredBarrierError
+from ..errors import AllocationSizeError, MonitoredBarrierError
 from ..recorder import events
 from . import objects, torch_world
 from .calling import FORKED, Hooks, Timeout
@@ -229,6 +230,8 @@ class Group(TorchCalls):
         this is an ordinary tensor.
         """
         self._alive("allocate")
+        if not hasattr(numel, "__index__") or operator.index(numel) < 0:
+            raise AllocationSizeError(self.rank(), repr(numel))
         own = self.capabilities.in_place_memory and device is not None and device.type == "cpu"
         if device is None or own:
             return self._engine.allocate(numel, dtype)
