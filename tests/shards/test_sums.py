@@ -15,7 +15,14 @@ from torch import Tensor
 from paceline._reducer import SentTerms, StepSums, Summed
 from paceline._reducer.step_sums import NONFINITE
 from paceline._reducer.sums import WIDTH, Grid
-from paceline._transport import ANY_LEVEL, NO_LEVEL, OTHER_LEVEL, add_terms, add_whole
+from paceline._transport import (
+    ANY_LEVEL,
+    NO_LEVEL,
+    OTHER_LEVEL,
+    add_terms,
+    add_whole,
+    means_of_whole,
+)
 from paceline.groups import Group
 from paceline.testing import run_ranks
 
@@ -249,6 +256,26 @@ def test_halves_are_rounded_to_even_by_loops_in_c_and_by_torch() -> None:
         Grid(1).add(halves * 4, 1, 8, theirs, fresh=fresh)  # a unit is 2**(8 * 8 - 62), which is 4
     assert ours.tolist() == theirs.tolist()
     assert (ours[0, :4] / 2).tolist() == [0, 2, 2, 0]
+
+
+def test_whole_numbers_of_any_size_are_exact_in_loops_in_c() -> None:
+    """Also those of more digits than a double has; the number of elements is no multiple of any."""
+    chance = random.Random(1)
+    values = [math.ldexp(chance.choice((-1, 1)) * chance.random(), e % 64 - 3) for e in range(1031)]
+    terms = torch.tensor(values)
+    scale = 3 * 2.0**-1  # half of them end in one half, or in a quarter
+    exact = [round(scale * value) for value in terms.tolist()]
+    sums = torch.empty(1031, dtype=torch.int64)
+    add_whole([sums], [terms], [scale], [True])
+    assert sums.tolist() == exact
+    add_whole([sums], [terms], [-scale], [False])
+    assert not sums.any()
+
+    sums.copy_(torch.tensor(exact) + torch.arange(1031))
+    for weight in (1.0, 3.0):
+        found, expected = sums.clone(), (sums.double() * 0.5 / weight).float()
+        means_of_whole([found.data_ptr()], [1031], [0.5], weight)
+        assert torch.equal(found.view(torch.float32)[:1031], expected)
 
 
 def test_terms_of_zeros_have_no_level_and_give_zeros() -> None:

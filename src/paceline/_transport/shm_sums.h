@@ -34,21 +34,44 @@ static WIDE uint32_t largest_bits(const uint32_t *x, uint64_t n) {
         vst1q_s64(sum + i, OF(vld1q_s64(sum + i), vcvtnq_s64_f64(low)));                          \
         vst1q_s64(sum + i + 2, OF(vld1q_s64(sum + i + 2), vcvtnq_s64_f64(high)));                 \
     }
+static inline int64_t to_whole(double x) { return llrint(x); }
+static inline double of_whole(int64_t x) { return (double)x; }
 #else
 #define WHOLE_QUICKLY(OF)
+/* AVX2 has no instruction for either, and llrint is not vectorised. So a number is put together from two halves, in
+ * the lowest bits of doubles so large that these bits count ones: both are exact but for the one rounding wanted. */
+typedef union {
+    double value;
+    uint64_t bits;
+} Double;
+
+#define ONES 0x1.8p52 /* a double that large and not much larger or smaller counts ones */
+#define ONES_BITS 0x4338000000000000u
+
+static inline int64_t to_whole(double x) {
+    Double high = {.value = x * 0x1p-32 + ONES};
+    Double low = {.value = x - (high.value - ONES) * 0x1p32 + ONES};
+    return (int64_t)((high.bits << 32) + low.bits - ONES_BITS); /* those of the high half are shifted out */
+}
+
+static inline double of_whole(int64_t x) {
+    Double high = {.bits = (uint64_t)x >> 32 ^ 0x4530000080000000u}; /* 2^84 + 2^63 + the high half times 2^32 */
+    Double low = {.bits = ((uint64_t)x & 0xffffffffu) | 0x4330000000000000u}; /* 2^52 + the low half */
+    return high.value - (0x1p84 + 0x1p63 + 0x1p52) + low.value;
+}
 #endif
 #define NEW(before, now) (now)
 
 static WIDE void put_whole(int64_t *restrict sum, const float *restrict x, uint64_t n, double scale) {
     uint64_t i = 0;
     WHOLE_QUICKLY(NEW)
-    for (; i < n; i++) sum[i] = llrint((double)x[i] * scale);
+    for (; i < n; i++) sum[i] = to_whole((double)x[i] * scale);
 }
 
 static WIDE void add_whole(int64_t *restrict sum, const float *restrict x, uint64_t n, double scale) {
     uint64_t i = 0;
     WHOLE_QUICKLY(vaddq_s64)
-    for (; i < n; i++) sum[i] += llrint((double)x[i] * scale);
+    for (; i < n; i++) sum[i] += to_whole((double)x[i] * scale);
 }
 
 /* A grid of whole numbers: a term of level L has elements below 2**(width * L), of which 1 is worth
@@ -119,7 +142,7 @@ static int32_t add_term(
 #define MEANS(OF)                                                                                 \
     for (uint64_t i = 0; i < n; i += 256) {                                                       \
         uint64_t count = n - i < 256 ? n - i : 256;                                               \
-        for (uint64_t k = 0; k < count; k++) block[k] = (float)((double)sum[i + k] * unit OF);    \
+        for (uint64_t k = 0; k < count; k++) block[k] = (float)(of_whole(sum[i + k]) * unit OF);    \
         memcpy((char *)sum + 4 * i, block, 4 * count);                                            \
     }
 
