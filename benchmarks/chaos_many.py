@@ -117,6 +117,7 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
                 before = {"agent": Used.by(run.process.pid), "keeper": Used.by(run.keeper())}
             if found is None:
                 failed.append(name)
+                _tell_stuck(run, number, name)
                 if run.process.poll() is not None:
                     break
                 continue
@@ -134,6 +135,16 @@ def many(count: int, engine: str, folder: Path, seed: int) -> bool:
     _tell_parts(shares, step)
     clean = _tell_used(run, before, after)
     return _tell_end(run, expected) and clean and not failed
+
+
+def _tell_stuck(run: Run, number: int, name: str) -> None:
+    """Print what a fault left behind from which nobody went on."""
+    now = time.monotonic()
+    print(f"{number + 1:4} {name:16} did not go on; the last commits and words:", file=sys.stderr)
+    for commit in run.commits()[-6:]:
+        print(f"     {commit.when - now:8.2f} s  {commit}", file=sys.stderr)
+    for when, line in run.said[-12:]:
+        print(f"     {when - now:8.2f} s  {line}", file=sys.stderr, flush=True)
 
 
 def _tell(times: dict[str, list[float]], failed: list[str]) -> None:
