@@ -171,7 +171,7 @@ def test_what_is_reduced_in_place_reaches_the_engine_as_it_is_and_not_as_a_copy(
     run_ranks(2, one_rank)
 
 
-@pytest.mark.parametrize("numel", [(2, 3), -1, 2.5, None, "8"])
+@pytest.mark.parametrize("numel", [(2, 3), -1, 2.5, None, "8", torch.ones(2)])
 def test_memory_of_no_number_of_elements_is_refused(numel: Any) -> None:
     def one_rank(group: Group) -> None:
         with pytest.raises(AllocationSizeError, match=r"rank [01]: allocate: numel: expected"):

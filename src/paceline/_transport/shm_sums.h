@@ -142,7 +142,7 @@ static int32_t add_term(
 #define MEANS(OF)                                                                                 \
     for (uint64_t i = 0; i < n; i += 256) {                                                       \
         uint64_t count = n - i < 256 ? n - i : 256;                                               \
-        for (uint64_t k = 0; k < count; k++) block[k] = (float)(of_whole(sum[i + k]) * unit OF);    \
+        for (uint64_t k = 0; k < count; k++) block[k] = (float)(of_whole(sum[i + k]) * unit OF);  \
         memcpy((char *)sum + 4 * i, block, 4 * count);                                            \
     }
 

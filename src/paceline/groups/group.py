@@ -230,12 +230,20 @@ class Group(TorchCalls):
         this is an ordinary tensor.
         """
         self._alive("allocate")
-        if not hasattr(numel, "__index__") or operator.index(numel) < 0:
-            raise AllocationSizeError(self.rank(), repr(numel))
+        numel = self._checked_size(numel)
         own = self.capabilities.in_place_memory and device is not None and device.type == "cpu"
         if device is None or own:
             return self._engine.allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def _checked_size(self, numel: int) -> int:
+        try:
+            size = operator.index(numel)
+        except TypeError:  # a shape, or a fraction
+            size = -1
+        if size < 0:
+            raise AllocationSizeError(self.rank(), repr(numel))
+        return size
 
     def progress(self) -> None:
         """Advance collectives that have been started, without waiting, if the engine needs it."""
