@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
+from paceline._reducer import RepeatedExchange
 from paceline.compiled import Step, train_step
 from paceline.compiled.replay import TRIAL, WARM_UP, Captured, Replays, Trial
 from paceline.compiled.wire import Wire
@@ -65,8 +66,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def replayed(group: Group, *, asked: bool = True, **options: Any) -> Step:
-    ddp = DDP(net(), process_group=group)
+def replayed(
+    group: Group, *, asked: bool = True, bucket_cap_mb: float | None = None, **options: Any
+) -> Step:
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=bucket_cap_mb)
     ddp.replica.reducer.read_late()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     step = train_step(ddp, optimizer, loss_of, backend="aot_eager", **options)
@@ -241,6 +244,35 @@ def test_the_recorder_has_the_calls_of_a_replay(group: Group) -> None:
 
 
 # What cannot be.
+
+
+@pytest.mark.parametrize("share", ["", "100", "50", "33.3", "all"])
+def test_buckets_leave_at_the_end_where_mps_gives_a_rank_some_of_a_gpu(
+    group: Group, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
+    order: list[str] = []
+    take, send = RepeatedExchange.take, RepeatedExchange._send
+
+    def takes(self: RepeatedExchange, numbers: Any, grads: Any) -> None:
+        order.append("take")
+        take(self, numbers, grads)
+
+    def sends(self: RepeatedExchange, tensor: Tensor) -> None:
+        order.append("send")
+        send(self, tensor)
+
+    monkeypatch.setattr(RepeatedExchange, "take", takes)
+    monkeypatch.setattr(RepeatedExchange, "_send", sends)
+    step = replayed(group, bucket_cap_mb=1e-4)
+    train(step, batches(WARM_UP + 1))
+    sent, takes_made = order.count("send"), order.count("take")
+    assert takes_made > 1
+    assert sent > 1
+    late = order == ["take"] * takes_made + ["send"] * sent
+    assert late == (share in ("50", "33.3"))
+    weights = list(step.ddp.module.parameters())
+    torch.testing.assert_close(weights, eager(batches(WARM_UP + 1), [0.1] * (WARM_UP + 1)))
 
 
 def test_a_graph_for_a_model_on_the_cpu_is_refused_by_name(group: Group) -> None:

@@ -11,6 +11,7 @@ Where something is special about a pass, it is not replayed: it goes the usual w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,20 @@ def is_usual(reducer: Reducer) -> bool:
     return settled and not gathered and not heeded and reducer.runner.current is None
 
 
+def has_part_of_a_gpu() -> bool:
+    """Whether MPS lets this process use a part of the GPU's processors only.
+
+    Kernels of NCCL beside others then stand still after some replays: in a graph of torch's alone
+    as well, with 100 / ranks percent each, seen on an H200 with NCCL 2.30 and driver 580. With all
+    buckets at the end they do not. Ranks that share a GPU gain nothing by sending earlier.
+    """
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+    try:
+        return 0.0 < float(share) < 100.0
+    except ValueError:
+        return False
+
+
 class RepeatedExchange:
     """What a captured graph does with a reducer's buckets, and what goes with each replay."""
 
@@ -68,6 +83,7 @@ class RepeatedExchange:
         self._next = 0  # the bucket whose turn it is
         self._works: list[TorchWork] = []
         self._notes: list[Callable[[], events.Entry | None]] = []  # called with each replay
+        self._late = has_part_of_a_gpu()  # all buckets leave at the end
         self._limit = limit_of(reducer)
         last = self._buckets[-1]
         size = header.length(self._method.ranks, len(reducer.params))
@@ -96,7 +112,7 @@ class RepeatedExchange:
         foreach.copy_([self._buckets[index].views[slot] for index, slot in places], list(grads))
         for due in self._due:
             due.difference_update(numbers)
-        while self._next < len(self._buckets) - 1 and not self._due[self._next]:
+        while not self._late and self._next < len(self._buckets) - 1 and not self._due[self._next]:
             self._launch()
 
     def settle(self) -> None:
@@ -105,6 +121,8 @@ class RepeatedExchange:
             raise NotCapturedError(
                 self._of.group.rank(), f"no gradient comes to {self._of.names[min(unreached)]}"
             )
+        while self._next < len(self._buckets) - 1:
+            self._launch()
         self.memory.copy_(self._said)
         if not self._rides:
             self._send(self.memory)

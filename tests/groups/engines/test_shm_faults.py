@@ -20,6 +20,7 @@ from paceline.errors import (
     PeerLeftError,
 )
 from paceline.testing import Meeting, spawn_ranks
+from tests.groups.descriptors import open_files, still_open
 
 BIG = 3_000_000  # elements: far more than fits into a window
 
@@ -45,18 +46,6 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter": lambda g, n: g.reduce_scatter(torch.ones(n), _per_rank(g, n)),
     "all_to_all": lambda g, n: g.all_to_all(_per_rank(g, n), _per_rank(g, n)),
 }
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def still_open(before: int) -> int:
-    """Descriptors that stay open: what answers other ranks' questions may end after the group."""
-    end = time.monotonic() + 30
-    while open_files() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    return open_files() - before
 
 
 def die() -> None:
@@ -412,7 +401,7 @@ def test_a_death_is_told_by_a_word_in_shared_memory(kind: str) -> None:
 # -- nothing is left behind -------------------------------------------------------------------
 
 
-def come_and_go(meeting: Meeting) -> tuple[int, int, list[str]]:
+def come_and_go(meeting: Meeting) -> tuple[int, list[str]]:
     meeting.new_group("shm").shutdown()  # what is opened once, such as the random source
     before = open_files()
     for _ in range(3):
@@ -421,13 +410,13 @@ def come_and_go(meeting: Meeting) -> tuple[int, int, list[str]]:
         group.all_reduce(torch.ones(BIG), async_op=True).wait()
         group.shutdown()
         kept.fill_(1)  # memory outlives the group
-    return before, open_files(), files_in_memory()
+    return still_open(before), files_in_memory()
 
 
 def test_a_group_leaves_no_descriptor_and_no_file() -> None:
     there = files_in_memory()
-    for before, after, files in spawn_ranks(2, come_and_go):
-        assert after == before
+    for left, files in spawn_ranks(2, come_and_go):
+        assert left == 0
         assert files <= there
 
 
