@@ -8,8 +8,9 @@ VENV ?= .venv
 CHOSEN := $(shell cat $(VENV)/.torch 2>/dev/null)
 TORCH ?= $(or $(CHOSEN),torch==2.13.0)
 
-# Files of tests that run at a time; most tests start processes of their own.
-JOBS ?= 2
+# Files of tests that run at a time. Most tests start processes and wait for them, so that on two
+# cores two files leave one core idle.
+JOBS ?= 3
 
 # What make versions tests with.
 VERSIONS ?= 2.13.0 2.15.0
