@@ -32,6 +32,19 @@ class Stretch:
     stop: int
     grad: Tensor | None = None  # the mean over ranks, since it was last cleared
     touched: set[int] = field(default_factory=set)  # places of parameters that it has means for
+    zeros: set[int] = field(default_factory=set)  # places whose gradients were cleared in place
+    _stepped: set[int] = field(default_factory=set)  # places that had one when it was last used
+
+    @property
+    def present(self) -> set[int]:
+        """Places of parameters that have a gradient, if only zeros."""
+        return self.touched | self.zeros
+
+    def gradient(self) -> Tensor | None:
+        """The mean over ranks; zeros where gradients were cleared in place and none has come."""
+        if self.grad is not None or not self.zeros:
+            return self.grad
+        return self.params[0].new_zeros(self.stop - self.start)
 
     def accept(self, mean: Tensor) -> None:
         """A pass brought ``mean``, in memory that the next pass will use."""
@@ -40,9 +53,16 @@ class Stretch:
         else:
             self.grad.add_(mean)
 
-    def clear(self) -> None:
-        """Forget the gradients."""
+    def clear(self, *, in_place: bool = False) -> None:
+        """Forget the gradients. ``in_place``: those that there were are zero from now on."""
+        self.use()
+        self.zeros = self.zeros | self._stepped if in_place else set()
+        self._stepped = set()
+
+    def use(self) -> None:
+        """An optimizer has stepped with them: they are not to be added to."""
         self.grad = None
+        self._stepped |= self.touched
         self.touched.clear()
 
     def rescue(self, memory: Tensor) -> None:
@@ -150,7 +170,12 @@ class ScatteredGradients:
         buckets = self._layout.buckets
         return tuple(bucket.own for bucket in buckets if isinstance(bucket, ScatteredBucket))
 
-    def clear(self) -> None:
-        """Forget the gradients, as ``zero_grad`` does."""
+    def clear(self, *, in_place: bool = False) -> None:
+        """Forget the gradients, as ``zero_grad`` does, or leave zeros as it does ``in_place``."""
         for stretch in self.stretches:
-            stretch.clear()
+            stretch.clear(in_place=in_place)
+
+    def use(self) -> None:
+        """An optimizer has stepped with them: they are not to be added to."""
+        for stretch in self.stretches:
+            stretch.use()

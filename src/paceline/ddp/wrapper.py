@@ -313,7 +313,7 @@ class DistributedDataParallel(
         """Clear all gradients, including this rank's part of scattered ones."""
         nn.Module.zero_grad(self, set_to_none)
         if self._scattered is not None:
-            self._scattered.clear()
+            self._scattered.clear(in_place=not set_to_none)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -201,30 +201,45 @@ class Sometimes(nn.Module):
         return x
 
 
+def train_sometimes(net: Any, optimizer: Any, ranks: Any, clears: str, mean_of: int = 1) -> None:
+    """Steps on the mean of these ranks' losses; ``clears``: what clears gradients before each."""
+    for step, clear in enumerate(clears):
+        zero_grad = net.zero_grad if clear.isupper() else optimizer.zero_grad
+        zero_grad(set_to_none=clear in "nN")
+        parts = [net(data(4, 5, seed=10 * step + r), step).square().sum() for r in ranks]
+        (sum(parts) / mean_of).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
 @CAPS
-def test_a_parameter_that_no_rank_used_takes_no_step(cap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("clears", "steps"),
+    [
+        ("nnnnn", 3),  # to None: a parameter without a gradient takes no step
+        ("zzzzz", 5),  # in place: its gradient is zero from the first one on
+        ("ZZZZZ", 5),  # by the module
+        ("zzznn", 4),
+        ("NznzZ", 5),
+    ],
+)
+def test_a_parameter_that_no_rank_used_steps_as_with_an_ordinary_optimizer(
+    cap: float | None, clears: str, steps: int
+) -> None:
     def one_rank(group: Group) -> tuple[list[Tensor], Any]:
         ddp = DDP(Sometimes(), process_group=group, bucket_cap_mb=cap)
         zero = Zero(ddp.parameters(), torch.optim.AdamW, ddp=ddp, lr=0.1, weight_decay=0.5)
-        for step in range(5):
-            zero.zero_grad()
-            ddp(data(4, 5, seed=10 * step + group.rank()), step).square().sum().backward()
-            zero.step()
+        train_sometimes(ddp, zero, [group.rank()], clears)
         zero.consolidate_state_dict(0)
         return weights(ddp), zero.state_dict() if group.rank() == 0 else None
 
     net = Sometimes()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-    for step in range(5):
-        optimizer.zero_grad()
-        parts = [net(data(4, 5, seed=10 * step + r), step).square().sum() for r in range(2)]
-        (sum(parts) / 2).backward()  # type: ignore[union-attr]
-        optimizer.step()
+    train_sometimes(net, optimizer, range(2), clears, mean_of=2)
     results = run_ranks(2, one_rank)
     for found, _ in results:
         assert_close_weights(found, net)
     found = results[0][1]["state"]
-    assert [int(found[n]["step"]) for n in range(6)] == [5, 5, 3, 3, 5, 5]
+    assert [int(found[n]["step"]) for n in range(6)] == [5, 5, steps, steps, 5, 5]
     for number, own in optimizer.state_dict()["state"].items():
         assert_close(found[number], own)
 

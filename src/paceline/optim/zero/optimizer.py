@@ -245,8 +245,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         with self._lent_gradients():
             arguments = kwargs if closure is None else {"closure": closure, **kwargs}
             result = self._step_inner(**arguments)
-        if self._paired is not None:  # what was stepped with is not to be added to
-            self._paired.clear()
+        if self._paired is not None:
+            self._paired.use()
         return result if loss is None else loss
 
     def _step_inner(self, **arguments: Any) -> Any:
@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable, Checkpointed):
         """Clear all gradients, including this rank's part of scattered ones."""
         super().zero_grad(set_to_none)
         if self._paired is not None:
-            self._paired.clear()
+            self._paired.clear(in_place=not set_to_none)
 
     def gradients(self) -> Gradients:
         """Return the gradients of this rank: parts of divided ones, and whole ones."""

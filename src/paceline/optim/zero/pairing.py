@@ -42,13 +42,12 @@ class GradientStretch(Protocol):
     def stop(self) -> int:
         """Where it ends."""
 
-    @property
-    def grad(self) -> Tensor | None:
+    def gradient(self) -> Tensor | None:
         """The averages of the stretch; None while there are none."""
 
     @property
-    def touched(self) -> Collection[int]:
-        """Places, among the parameters, of those that any rank had a gradient for."""
+    def present(self) -> Collection[int]:
+        """Places, among the parameters, of those that have a gradient, if only zeros."""
 
 
 class GradientStretches(Protocol):
@@ -62,8 +61,11 @@ class GradientStretches(Protocol):
     def stretches(self) -> Sequence[GradientStretch]:
         """One for each bucket."""
 
-    def clear(self) -> None:
-        """Forget the averages, as zero_grad does."""
+    def clear(self, *, in_place: bool) -> None:
+        """Forget the averages, as zero_grad does, or leave zeros as it does ``in_place``."""
+
+    def use(self) -> None:
+        """A step was taken with them."""
 
 
 class PairedRow(Laid):
@@ -96,10 +98,10 @@ class PairedRow(Laid):
 
     def idle(self) -> set[int]:
         """Parameters that no rank had a gradient for, though others of the bucket had one."""
-        touched = self.stretch.touched
-        if self.stretch.grad is None or len(touched) == len(self.params):
+        present = self.stretch.present
+        if not present or len(present) == len(self.params):
             return set()
-        return {index for at, index in enumerate(self.params) if at not in touched}
+        return {index for at, index in enumerate(self.params) if at not in present}
 
     def pieces(self, group_of: Mapping[int, int], kind: KindOf) -> list[LocalPiece]:
         def found(part: Slice) -> Hashable:
@@ -119,7 +121,7 @@ class PairedRow(Laid):
         first, last = start - stretch.start, stop - stretch.start
 
         def gradient() -> Tensor | None:
-            grad = stretch.grad
+            grad = stretch.gradient()
             return None if grad is None else grad[first:last].to(self.buffer.dtype)
 
         return gradient
