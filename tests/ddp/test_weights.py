@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import MixedPassesError
 from paceline.groups import Group
 from paceline.testing import run_ranks
 
@@ -83,6 +84,86 @@ def test_plain_passes_before_an_average_leave_nothing_to_a_weighted_one() -> Non
         return ddp.module.weight.grad.item()
 
     assert run_ranks(2, one_rank) == [13.0, 13.0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_plain_passes_that_were_cleared_before_other_plain_ones_do_not_count(
+    set_to_none: bool,
+) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        backward(ddp, 1.0, weight=1.0)
+        ddp.zero_grad(set_to_none=set_to_none)
+        with ddp.no_sync():
+            backward(ddp, 50.0)
+            ddp.zero_grad(set_to_none=set_to_none)
+            backward(ddp, 8.0)
+        backward(ddp, 2.0, weight=1.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [5.0, 5.0]
+
+
+def test_an_average_under_plain_passes_stays_what_it_is() -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp = DDP(line(), process_group=group)
+        found = []
+        backward(ddp, 4.0, weight=2.0)  # an average, which is kept
+        with ddp.no_sync():
+            backward(ddp, 8.0)
+            found.append(ddp.module.weight.grad.item())
+        backward(ddp, 2.0, weight=3.0)
+        return [*found, ddp.module.weight.grad.item()]
+
+    # 4 + (1 x 8 + 3 x 2) / 4
+    assert run_ranks(2, one_rank) == [[12.0, 7.5], [12.0, 7.5]]
+
+
+def test_a_parameter_that_plain_passes_left_alone_keeps_its_average() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = line(), line()
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            return self.one(x) + self.two(x) if both else self.one(x)
+
+    def one_rank(group: Group) -> list[float]:
+        ddp = DDP(Two(), process_group=group)
+        for value, both, weight in [(4.0, True, 2.0), (8.0, False, None), (2.0, False, 3.0)]:
+            if weight is not None:
+                ddp.samples(weight)
+            with ddp.no_sync() if weight is None else nullcontext():
+                ddp(torch.full((1, 1), value), both).sum().backward()
+        return [p.grad.item() for p in ddp.parameters()]
+
+    assert run_ranks(2, one_rank) == [[7.5, 4.0], [7.5, 4.0]]
+
+
+@pytest.mark.parametrize("cleared", [True, False, None])
+def test_the_first_weight_after_plain_passes_on_something_older_is_refused(
+    cleared: bool | None,
+) -> None:
+    def one_rank(group: Group) -> float | str:
+        ddp = DDP(line(), process_group=group)
+        backward(ddp, 4.0)  # an average, which is kept
+        with ddp.no_sync():
+            backward(ddp, 8.0)
+        if cleared is not None:
+            ddp.zero_grad(set_to_none=cleared)
+            backward(ddp, 2.0, weight=3.0)
+            return ddp.module.weight.grad.item()
+        with pytest.raises(MixedPassesError) as caught:
+            ddp.samples(3.0)
+        backward(ddp, 2.0)  # nothing is lost
+        assert ddp.module.weight.grad.item() == 14.0
+        return str(caught.value)
+
+    for rank, found in enumerate(run_ranks(2, one_rank)):
+        if cleared is None:
+            assert f"rank {rank}: ddp.samples() was called for the first time" in str(found)
+        else:
+            assert found == 2.0
 
 
 def test_averages_that_are_kept_are_added_to_those_of_a_weighted_pass() -> None:

@@ -262,7 +262,7 @@ class PassClosing:
             ledger.choose_unit(earlier.header.weight, of=earlier.unit)
         if not self._pass.gives:
             return
-        ledger.plain = 0
+        ledger.forget_plain()
         if ledger.open:
             ledger.settle(self._of.params, self._of.layout.place)
 

@@ -181,6 +181,8 @@ class Handed:
             reducer.runner.end_with_backward(keeps=True)
         if weighs and not ledger.open:
             ledger.begin(reducer.params)
+        elif not weighs:
+            ledger.begin_plain(reducer.params)
         for param, grad in zip(reducer.params, grads, strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad.add_(grad)

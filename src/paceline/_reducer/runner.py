@@ -134,9 +134,11 @@ class Runner:
             of.ledger.cancel(of.params)
         if not of.listeners:  # nothing was averaged until there were weights
             of.listeners.learn()
+        due = of.expected.wanted()
         if of.ledger.weighs:
             of.ledger.begin(of.params)
-        due = of.expected.wanted()
+        elif not due:
+            of.ledger.begin_plain(of.params)
         waiting = Pass(answers=True, before=Before(of.params), watched=watched, due=due)
         waiting.plain = not waiting.before and not torch.is_grad_enabled()
         return self._await_end(waiting)

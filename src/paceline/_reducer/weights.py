@@ -36,6 +36,9 @@ class Ledger:
     open: bool = False  # a weighted pass runs
     gathered: dict[int, Tensor] = field(default_factory=dict)
     base: dict[int, Tensor] = field(default_factory=dict)
+    used: bool = False  # there were weighted passes
+    _under: dict[int, Tensor] = field(default_factory=dict)  # what plain passes were added to
+    _buried: bool = False  # they were added to something that nobody kept
     _versions: dict[int, tuple[int, int]] = field(default_factory=dict)  # of .grad, as it was left
 
     @property
@@ -53,16 +56,28 @@ class Ledger:
         if not self.total:
             self.total, self.keeps = float(self.plain), 1.0
             self._versions = self._versions if self.plain else {}
-        self.plain = 0
+        self.plain, self.used = 0, True
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
-            self.gathered = held
+            self.gathered = self._without_base(held)
         else:  # in memory of its own: the pass will use that of the buckets
             self.keeps = 2.0 ** round(math.log2(self.weight)) if self.weight else 1.0
             self.base = {number: grad.clone() for number, grad in held.items()}
         for number in held:
             params[number].grad = None
         self.open = True
+
+    def _without_base(self, held: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What was gathered, without what the plain passes among it were added to."""
+        gathered = dict(held)
+        for number, under in self._under.items():
+            if number in held:
+                self.base[number] = under
+                local(held[number]).sub_(local(under))
+                if not _is_something(held[number]):
+                    del gathered[number]
+        self._under = {}
+        return gathered
 
     def owes(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether weighted passes wait to be averaged; not when the user has cleared ``.grad``.
@@ -71,17 +86,27 @@ class Ledger:
         """
         if not self.total:
             return False
-        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
-        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), version_of(g))]
-        cleared = len(changed) == len(held) and not any(map(_is_something, changed))
+        cleared = self._is_cleared(params)
         if cleared:
             self.forget_gathered()
         return not cleared
+
+    def _is_cleared(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether nothing is left of what passes before left in ``.grad``."""
+        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
+        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), version_of(g))]
+        return len(changed) == len(held) and not any(map(_is_something, changed))
 
     def forget_gathered(self) -> None:
         """Drop what weighted passes have accumulated."""
         self.total = 0.0
         self.base, self._versions = {}, {}
+        self.forget_plain()
+
+    def forget_plain(self) -> None:
+        """Drop what is known of plain passes: they were averaged, or cleared."""
+        self.plain = 0
+        self._under, self._buried = {}, False
 
     def fold(self, number: int, param: nn.Parameter) -> None:
         """Make ``.grad`` the weighted sum of this pass and those before it."""
@@ -122,6 +147,25 @@ class Ledger:
             self.base = {}
         self._note_versions(params)
         self._close()
+
+    def begin_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """A plain pass begins that is not averaged: keep what it is added to, if weights are used.
+
+        Behind the pass nobody can tell them apart, and what was there counts otherwise.
+        """
+        if self.used and self.plain and self._is_cleared(params):
+            self.forget_plain()
+        if self.plain:
+            return
+        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
+        self._under = {n: grad.clone() for n, grad in held.items()} if self.used else {}
+        self._buried = bool(held) and not self.used
+
+    def is_buried(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether plain passes were added to something, and nobody can tell them apart now."""
+        if self.plain and self._buried and self._is_cleared(params):
+            self.forget_plain()
+        return bool(self.plain) and self._buried
 
     def keep_plain(self, params: Sequence[nn.Parameter]) -> None:
         """A plain pass that is not averaged is over."""
@@ -168,7 +212,8 @@ class Ledger:
     def forget(self) -> None:
         """Nothing is owed any more."""
         self.gathered, self.base = {}, {}
-        self.total, self.plain = 0.0, 0
+        self.total = 0.0
+        self.forget_plain()
         self._close()
 
     def _close(self) -> None:

@@ -23,6 +23,7 @@ from .._reducer import GradBucket, Ledger, Pass, Reducer, ScatteredGradients, lo
 from .._torch.autograd import NO_TASK, current_task
 from ..errors import (
     GraphChangedError,
+    MixedPassesError,
     ModuleArgumentError,
     ModuleStateError,
     PacelineError,
@@ -348,7 +349,10 @@ class Replica:
     def samples(self, count: float) -> SampleCount:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
         self.reducer.finalization.refuse_pending("the weight of the next pass")
-        return SampleCount(self.reducer.ledger, count, self.group.rank())
+        ledger = self.reducer.ledger
+        if ledger.is_buried(self.reducer.params):
+            raise MixedPassesError(self.group.rank())
+        return SampleCount(ledger, count, self.group.rank())
 
     def sync_grads(self) -> None:
         """Average what ``.grad`` holds now, without a backward pass; every rank calls it."""

@@ -43,6 +43,7 @@
     ├── ThawedParameterError       a parameter unfrozen inside a forward        (RuntimeError)
     ├── UnfinalizedError           a step before finalize_backward()            (RuntimeError)
     ├── UnweighableError           a weighted loss that is not from an output   (RuntimeError)
+    ├── MixedPassesError           passes with and without a weight, on others  (RuntimeError)
     ├── JoinArgumentError          joinables that cannot be combined            (ValueError)
     ├── NotJoinableError           a Joinable without its constructor           (TypeError)
     ├── NestedJoinError            a Join inside another on the same group      (RuntimeError)
@@ -134,6 +135,7 @@ from .ddp import (
     CommHookError,
     GraphChangedError,
     LateGradientError,
+    MixedPassesError,
     ModelMismatchError,
     ModuleArgumentError,
     ModuleStateError,
@@ -280,6 +282,7 @@ __all__ = [
     "MembershipError",
     "MessageMemoryError",
     "MismatchError",
+    "MixedPassesError",
     "ModelMismatchError",
     "ModuleArgumentError",
     "ModuleStateError",

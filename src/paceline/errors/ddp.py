@@ -271,6 +271,22 @@ class UnweighableError(PacelineError, RuntimeError):
 
 
 @dataclass(eq=False)
+class MixedPassesError(PacelineError, RuntimeError):
+    """A weighted pass follows passes without a weight that were added to older gradients."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: ddp.samples() was called for the first time, after backward passes "
+            "without it that were not averaged yet. They were added to gradients that .grad held "
+            "before, and cannot be told from them any more, but older gradients count differently. "
+            "Call ddp.samples() for every pass of the step, or clear gradients before the step "
+            "with zero_grad(set_to_none=True)."
+        )
+
+
+@dataclass(eq=False)
 class ThawedParameterError(PacelineError, RuntimeError):
     """A parameter was unfrozen inside a forward."""
 
