@@ -91,6 +91,22 @@ def test_a_slow_rank_is_found_and_named_in_a_sentence() -> None:
     assert facts.late_share > 0.1
 
 
+def test_what_others_lost_to_a_late_start_is_a_share_of_their_own_time() -> None:
+    """The late rank's first step begins when that of the other has almost ended."""
+
+    def bucket(step: int, launched: float, finished: float, waited: float) -> BucketPass:
+        return BucketPass(step, 0, 8, launched, launched, finished, waited)
+
+    def steps(first: float, waited: float) -> list[StepRecord]:
+        return [StepRecord(0, first, 10.0, waited=waited), StepRecord(1, 10.0, 11.0)]
+
+    early = log(0, steps=steps(0.0, 9.0), buckets=[bucket(0, 1.0, 10.0, 1.0)])
+    late = log(1, steps=steps(9.0, 0.1), buckets=[bucket(0, 9.8, 10.0, 9.9)])
+    text = slow_sentence(gather([early, late]))
+    assert "Rank 1 made the others wait" in text
+    assert "they lost 8.80 s to it, 88% of their time" in text  # not of half of 10 and 1 s
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 def test_ranks_that_are_late_by_chance_are_not_blamed(ranks: int) -> None:
     facts = gather(made_up_run(ranks, 30, seed=5))

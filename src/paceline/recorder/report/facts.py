@@ -34,6 +34,7 @@ class RankFacts:
     wait_share: float
     last_in: int  # steps in which it launched last
     cost: float  # seconds that the others lost to it
+    charged_seconds: float  # of its steps, those whose buckets were recorded
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ def gather(logs: Sequence[RankLog]) -> RunFacts:
     lasted = [pair for log in logs for pair in durations(log)]
     seconds = sum(each for _, each in lasted)
     wait_share = _share(sum(step.waited for step, _ in lasted), seconds)
-    charged_steps = {step.number for step in charged.steps}
     return RunFacts(
         world_size=world_size(logs),
         ranks=ranks,
@@ -99,7 +99,7 @@ def gather(logs: Sequence[RankLog]) -> RunFacts:
         last_step=max(numbers, default=0),
         steps=max(len(log.steps) for log in logs),
         median_step=_median([r.median_step for r in ranks if r.steps]),
-        charged_seconds=sum(each for step, each in lasted if step.number in charged_steps),
+        charged_seconds=sum(one.charged_seconds for one in ranks),
         wait_share=wait_share,
         late_share=wait_share * _share(_sum(charged.lost), _sum(charged.waited)),
         hidden_share=hidden(logs),
@@ -167,6 +167,7 @@ def _band(operation: str, low: int, calls: Sequence[tuple[int, float]]) -> SizeB
 def _of_rank(log: RankLog, charged: Blame, last_in: int) -> RankFacts:
     lasted = durations(log)
     work = [max(0.0, all_of_it - step.waited) for step, all_of_it in lasted]
+    charged_steps = {step.number for step in charged.steps}
     return RankFacts(
         rank=log.rank,
         host=log.host,
@@ -177,6 +178,7 @@ def _of_rank(log: RankLog, charged: Blame, last_in: int) -> RankFacts:
         wait_share=_share(sum(s.waited for s, _ in lasted), sum(each for _, each in lasted)),
         last_in=last_in,
         cost=charged.cost.get(log.rank, 0.0),
+        charged_seconds=sum(each for step, each in lasted if step.number in charged_steps),
     )
 
 

@@ -86,7 +86,8 @@ def slow_sentence(facts: RunFacts) -> str:
     total = sum(facts.blame.cost.values())
     often = f"it launched last in {worst.last_in} of {steps} steps"
     if slow_rank(facts) >= 0:
-        others = facts.charged_seconds * (1 - 1 / len(facts.ranks))
+        others = facts.charged_seconds - worst.charged_seconds
+        others = max(others, worst.cost)  # the last step has no known end
         return (
             f"Rank {worst.rank} made the others wait: {often}, and they lost "
             f"{seconds(worst.cost)} to it, {percent(worst.cost / others)} of their time"

@@ -17,6 +17,7 @@ def test_members_run_and_their_lines_carry_their_numbers(run) -> None:
     ended = run("print('hello', flush=True); wait_for(0, 1, 2)", "--nproc", 2, "--spares", 1)
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == ["[0] hello", "[1] hello", "[2] hello"]
+    assert "no process joined" not in ended.err
 
 
 def test_a_member_finds_its_place_and_no_rank_of_another_launch(run) -> None:
@@ -193,6 +194,12 @@ def test_an_import_that_always_fails_is_not_tried_for_ever(run, tmp_path) -> Non
     assert len(list(tried.iterdir())) in (2, 3)  # one more where the first was seen to end early
     assert "the last 2 processes ended before they took part" in ended.err
     assert "failed first: ModuleNotFoundError" in ended.err
+
+
+@pytest.mark.parametrize("ends", ["raise ValueError(os.environ['RANK'])", "pass"])
+def test_a_script_that_never_joins_is_told_what_it_lacks(run, ends) -> None:
+    ended = run(f"#!\nimport os\n{ends}", "--nproc", 2)
+    assert "no process joined the job: a script for --elastic gets its group from" in ended.err
 
 
 def test_a_replacement_that_cannot_start_does_not_end_those_who_train(run) -> None:

@@ -30,6 +30,10 @@ _OPEN_FILES, _FILES_PER_MEMBER = 128, 8  # that an agent has: its own, and two p
 _LONGEST_PATH = 100  # bytes of a socket's path; the kernel takes 107
 _SHORTEST_LEASE, _LONGEST_LEASE = 2, 10  # seconds
 _MEMBER_ENDS = 60.0  # seconds after which a member ends that reaches no keeper
+NOBODY_JOINED = (
+    "no process joined the job: a script for --elastic gets its group from "
+    "paceline.elastic.group(), not from init_process_group, and trains inside paceline.elastic.job"
+)
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -147,6 +151,8 @@ def _tell(agent: ElasticAgent) -> int:
         number = agent.signals[0]
         say.complain(f"stopped by {signal_name(number)}; all members have ended")
         return 128 + number
+    if not agent.story.members:
+        say.note(NOBODY_JOINED)
     numbers = agent.verdict_numbers()
     endings = {n: end for n, end in agent.places.endings.items() if n in numbers}
     reports = {n: report for n, report in agent.reports.items() if n in numbers}
