@@ -98,7 +98,8 @@ def test_what_others_lost_to_a_late_start_is_a_share_of_their_own_time() -> None
         return BucketPass(step, 0, 8, launched, launched, finished, waited)
 
     def steps(first: float, waited: float) -> list[StepRecord]:
-        return [StepRecord(0, first, 10.0, waited=waited), StepRecord(1, 10.0, 11.0)]
+        begun = first + 0.5
+        return [StepRecord(0, first, begun, begun, 10.0, waited), StepRecord(1, 10.0, 11.0)]
 
     early = log(0, steps=steps(0.0, 9.0), buckets=[bucket(0, 1.0, 10.0, 1.0)])
     late = log(1, steps=steps(9.0, 0.1), buckets=[bucket(0, 9.8, 10.0, 9.9)])
