@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -214,11 +215,16 @@ def test_an_engines_error_is_left_alone_if_nobody_is_to_blame() -> None:
 
 
 def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> None:
+    through = threading.Event()  # rank 1 is out of the barrier
+
     def one_rank(group: Group) -> tuple[str, str]:
         group.barrier()
         own = next(e for e in events.calls if e.board is group.board)
         late = RuntimeError("Timed out")
-        if group.rank() == 0:
+        if group.rank() == 1:
+            through.set()
+        else:
+            assert through.wait(60)
             own.sequence = 9  # as if it had called more often than the other
             watch.failed(own, late)
             recorder.finish_explaining()
@@ -228,6 +234,34 @@ def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> 
     text, note = run_ranks(2, one_rank)[0]
     assert text == f"Timed out\npaceline: {note}"
     assert "Rank 1 is missing" in note
+
+
+class LookedTooEarly(Future[None]):
+    """A look-up that is under way and finds nobody: the others come later."""
+
+    asked = False
+
+    def done(self) -> bool:
+        return self.asked
+
+    def result(self, timeout: float | None = None) -> None:
+        self.asked = True
+
+
+def test_who_came_after_a_lookup_began_is_known_all_the_same() -> None:
+    def one_rank(group: Group) -> set[int]:
+        group.barrier()
+        board, peers = group.board, watch.peers
+        assert board is not None
+        with watch._looking:  # nobody else looks meanwhile
+            peers._known.pop(board.number, None)
+            peers._stores[board.number] = board.store()
+            peers._lookups[board.number] = LookedTooEarly()
+            found = set(peers.known(board, 60.0))
+        group.barrier()
+        return found
+
+    assert run_ranks(2, one_rank) == [{1}, {0}]
 
 
 def test_a_rank_that_waits_for_a_started_call_of_another_group_says_so() -> None:

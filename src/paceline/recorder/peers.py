@@ -118,12 +118,16 @@ class Peers:
         With ``seconds``, what is missing is looked up, for at most so long: a store may be busy
         with somebody who waits in it, and this rank must not.
         """
-        if seconds and not self.complete(board):
+        end, own = time.monotonic() + seconds, False
+        while seconds and not own and not self.complete(board):
             lookup = self._lookups.get(board.number)
-            if lookup is None or lookup.done():
+            own = lookup is None or lookup.done()
+            if lookup is None or own:
                 lookup = self._lookups[board.number] = in_thread(self.look_up, board)
-            with contextlib.suppress(Exception):
-                lookup.result(seconds)
+            try:  # one that was under way may have looked before the others were there
+                lookup.result(max(0.0, end - time.monotonic()))
+            except Exception:
+                break
         return dict(self._known.get(board.number, {}))
 
     def look_up(self, board: events.Board) -> None:
