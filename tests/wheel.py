@@ -72,7 +72,7 @@ def check_tag(wheel: Path) -> None:
 def make(folder: Path, asked: argparse.Namespace) -> Path:
     """A fresh environment with torch in it, which takes a minute or two."""
     call([asked.python, "-m", "venv", "env"], cwd=folder)
-    pip(folder / "env", "torch" if asked.torch == "torch" else asked.torch, "numpy")
+    pip(folder / "env", asked.torch)
     pip(folder / "env", "setuptools>=77,<82", "wheel")
     return folder / "env"
 
@@ -100,6 +100,7 @@ class Home:
         if demo:
             self("paceline", "demo", "--steps", "5", "--nproc", "2", "--no-compare")
             assert (self.folder / "paceline-demo" / "report.html").exists()
+            self("paceline", "demo", "--chaos", "--steps", "20", "--nproc", "2")
         bench = self("paceline", "bench", code=2)
         assert "checkout" in bench.stderr, bench.stderr
         version = self("python", "--version").stdout.strip()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import elastic
-from paceline.elastic import handing
+from paceline.elastic import handing, loop
 from paceline.elastic.state import JobState
 from paceline.errors import MembershipError, PeerDiedError, StateCopyError
 from paceline.groups import Call, Group
@@ -155,6 +156,36 @@ def test_a_step_that_fails_again_and_again_with_the_same_members_ends_with_the_r
         assert one.committed[:2] == [0, 1]
     assert isinstance(outcomes[1].error, MembershipError)
     assert "step 2 failed 4 times with the same members" in str(outcomes[1].error)
+
+
+@pytest.mark.parametrize("when", ["always", "at first"])
+def test_members_that_meet_again_and_again_and_cannot_go_on_end_with_the_reason(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, lock = [20 if when == "always" else 6], Lock()
+    compare = loop.compare_starts
+
+    def fail(*args: Any) -> int:
+        with lock:
+            left[0] -= 1
+            fails = left[0] >= 0
+        if fails:
+            raise PeerDiedError(0, "all_gather", 0, (1,))
+        return compare(*args)
+
+    monkeypatch.setattr(loop, "compare_starts", fail)
+    ranks = Ranks(2)
+    for _ in range(2):
+        ranks.start()
+    outcomes = ranks.wait()
+    if when == "at first":
+        for one in survivors(outcomes):
+            require_equal(one, undisturbed())
+        return
+    for one in outcomes.values():
+        assert isinstance(one.error, MembershipError)
+    said = " ".join(str(one.error) for one in outcomes.values())
+    assert "the same members met 10 times and could not go on: PeerDiedError" in said
 
 
 def test_a_step_that_fails_less_often_goes_on() -> None:

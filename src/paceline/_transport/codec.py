@@ -159,7 +159,7 @@ def _pack_tensor(tensor: Tensor, _: _Path) -> object:
         raise _RefusedError(f"{refusal} tensor")
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = whole.numel() * whole.element_size()
-    # Not whole.numpy(): numpy is optional, and lacks bfloat16. The bytes() copies at once.
+    # Not whole.numpy(): numpy lacks bfloat16. The bytes() copies at once.
     memory = bytes((ctypes.c_char * size).from_address(whole.data_ptr())) if size else b""
     dtype = Ext(_Ext.DTYPE, _DTYPE_NAMES[whole.dtype].encode())
     return [_Tag.TENSOR, dtype, Ext(_Ext.BYTES, memory), *whole.shape]

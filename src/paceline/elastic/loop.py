@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _DAYS = 30 * 86_400.0  # seconds that a newcomer waits to be let in
 _TRIES = 3  # of one step, with the same members
+_MEETINGS = 10  # of the same members, one after the other, behind which they cannot go on
 
 
 class Job:
@@ -241,9 +242,7 @@ class Job:
         count = count + 1 if (steps, before) == (self.steps, members) else 1
         self._failures = self.steps, members, count
         if count > _TRIES:
-            text = f"step {self.steps} failed {count} times with the same members: {why}"
-            self._crew.members.leave(text, failed=True)
-            raise MembershipError(self._crew.members.me, text)
+            self._fail(f"step {self.steps} failed {count} times with the same members: {why}")
 
     # -- between two steps ----------------------------------------------------------------------
 
@@ -320,6 +319,7 @@ class Job:
         """Go on with the members that are there now; all of them have the same state then."""
         assert self._crew is not None
         self._bad_copies = 0
+        members, in_vain = tuple[int, ...](), 0
         while True:
             self._why = None
             wait = _DAYS if self.steps == NOTHING else self._timeout
@@ -332,6 +332,16 @@ class Job:
             if not why:
                 self._checked = self.steps
                 return None
+            in_vain = in_vain + 1 if roster.members == members else 1
+            members = roster.members
+            if in_vain >= _MEETINGS:
+                self._fail(f"the same members met {in_vain} times and could not go on: {why}")
+
+    def _fail(self, text: str) -> NoReturn:
+        """Leave with an error that is not this member's own."""
+        assert self._crew is not None
+        self._crew.members.leave(text, failed=True)
+        raise MembershipError(self._crew.members.me, text)
 
     def _end_without(self, error: Exception) -> None:
         """There is no further roster with this member: right if it has nothing to do any more."""
