@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,12 @@ def captured(step: Step, optimizer: Any, forward_and_backward: Step, warm_up: in
     with torch.cuda.graph(graph):
         forward_and_backward()
         optimizer.step()
-    return graph.replay
+    return partial(_replay, graph, step)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _reads_and_writes: Step) -> None:
+    """Replay it while the step holds the weights and the batch, whose memory the graph uses."""
+    graph.replay()
 
 
 def _ignore(_value: object) -> None:

@@ -1,6 +1,6 @@
 """Does NCCL alone beat an all-reduce within hosts and then between them?
 
-    python benchmarks/hosts_gpu.py --save results.md      a minute; needs a GPU and NCCL 2.30
+    python benchmarks/hosts_gpu.py --save results.md      a minute; needs a GPU, NCCL 2.30 and MPS
     python benchmarks/hosts_gpu.py --small                on the CPU over gloo, to see it run
 
 That is what ``hybrid`` does for CPU tensors, and why it refuses GPUs. Two hosts are made of one:

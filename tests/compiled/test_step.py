@@ -54,6 +54,34 @@ def test_a_step_is_what_eager_mode_does(model: str, optimizer: str) -> None:
         assert_alike(found, expected, 1e-5 if "adam" in optimizer else 1e-6)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["a GPU each", "a part of one"])
+def test_buckets_leave_at_the_end_where_mps_gives_a_rank_some_of_a_gpu(shared: bool) -> None:
+    """There is no GPU here, so the reducer is told; which variable it reads: test_replay.py."""
+
+    def one_rank(group: Group) -> Any:
+        pair = Pair(two(group), "mlp", "sgd")
+        handed, running = pair.ddp.replica.reducer.handed, []
+        handed._at_end = shared
+        take, average = handed.take, handed.average
+
+        def takes(*given: Any) -> None:
+            take(*given)
+            running.append(handed.reducer.runner.running.next)  # buckets that have left
+
+        def averages() -> Any:
+            running.append(-1)
+            return average()
+
+        handed.take, handed.average = takes, averages
+        train(pair)
+        return pair.states, running
+
+    for (found, expected), left in run_ranks(2, one_rank):
+        assert_alike(found, expected, 1e-6)
+        assert left.count(-1) == 5
+        assert (max(left) > 0) != shared
+
+
 def test_gradients_are_clipped_by_the_norm_of_the_averages() -> None:
     def one_rank(group: Group) -> Any:
         pair = Pair(two(group), optimizer="sgd", max_norm=0.05)

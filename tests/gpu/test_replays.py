@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
@@ -306,6 +307,31 @@ def test_ranks_have_graphs_only_if_they_are_asked_for(scene: Scene) -> None:
     assert train_step(ddp, adamw(ddp), loss_of).replays is None
     with pytest.raises(NotCapturedError, match="only code compiled by Inductor"):
         train_step(ddp, adamw(ddp), loss_of, graph=True, backend="aot_eager")
+
+
+def _destroy(meeting: Meeting, machine: Machine) -> int:
+    """Train on torch's default group, end it as torch's tutorial does; how many were replays."""
+    device = torch.device("cuda", meeting.rank % machine.count)
+    torch.cuda.set_device(device)
+    store = meeting.store()
+    dist.init_process_group("nccl", store=store, rank=meeting.rank, world_size=meeting.size)
+    torch.manual_seed(0)
+    ddp = DDP(Net().to(device))
+    step = train_step(ddp, adamw(ddp), loss_of, graph=True)
+    for _ in range(STEPS):
+        step(torch.ones(8, 6, device=device))
+    assert step.replays is not None
+    dist.destroy_process_group()
+    return step.replays.count
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_graphs_do_not_keep_torchs_group_from_its_end() -> None:
+    machine = here()
+    if machine.torch_backend != "nccl":
+        pytest.skip("graphs of several ranks need NCCL")
+    found = spawn_ranks(2, _destroy, machine, deadline=180, env=machine.environment(2))
+    assert min(found) > 0
 
 
 # A rank that does not come back. Processes of their own: what hangs there is not for others.

@@ -265,6 +265,32 @@ def test_any_torch_group_can_be_wrapped() -> None:
     assert spawn_ranks(2, dispatch_tensors_of_a_plain_torch_group) == [12.0, 12.0]
 
 
+def let_go_of_torchs_group(meeting: Meeting) -> list[str]:
+    """What keeps a group busy lets go while the group still works, and once."""
+    heard: list[str] = []
+    for name in ("first", "second"):
+        store = dist.PrefixStore(name, meeting.store())
+        dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=2)
+        group, gone = Group.wrap(dist.group.WORLD), Group.wrap(dist.group.WORLD)
+
+        def let_go(name: str = name, group: Group = group) -> None:
+            tensor = torch.ones(1)
+            group.all_reduce(tensor)
+            heard.append(f"{name} {int(tensor)}")
+
+        removed = group.before_end(lambda: heard.append("removed"))
+        group.before_end(let_go)
+        removed.remove()
+        gone.before_end(lambda: heard.append("gone"))
+        del gone
+        dist.destroy_process_group()
+    return heard
+
+
+def test_what_a_wrapper_holds_is_let_go_before_torch_ends_all_groups() -> None:
+    assert spawn_ranks(2, let_go_of_torchs_group) == [["first 2", "second 2"]] * 2
+
+
 def waits_where_torch_asks(meeting: Meeting) -> tuple[str, list[int]]:
     """torch's monitored barrier over our default group: all come, then rank 1 does not."""
     dist.init_process_group(

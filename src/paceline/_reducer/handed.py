@@ -18,6 +18,7 @@ from .._torch.autograd import NO_TASK, current_task
 from .bucket import Bucket, Phase
 from .dividing import trouble_in
 from .passes import Pass, Role
+from .sharing import has_part_of_a_gpu
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -31,6 +32,7 @@ class Handed:
         self._complete: Pass | None = None  # the pass to which a graph has given all it has
         self._untold: Pass | None = None  # has its averages, and observers know nothing of its end
         self.overdue: Exception | None = None  # what became of the pass before the last one
+        self._at_end = reducer.params[0].is_cuda and has_part_of_a_gpu()  # buckets leave then
 
     def plan_ahead(self) -> None:
         """Make the plan that a first pass would lead to; every rank calls it.
@@ -110,7 +112,8 @@ class Handed:
                 reducer.runner.filling.take(self.buckets[index], slots)
             if reducer.listeners.noting:
                 running.arrival.extend(numbers)
-            reducer.runner.filling.advance(len(self.buckets) - 1)
+            if not self._at_end:
+                reducer.runner.filling.advance(len(self.buckets) - 1)
 
     def _give(self, number: int, grad: Tensor) -> None:
         """Let ``.grad`` be what is to be averaged: what was gathered before counts too."""

@@ -11,7 +11,6 @@ Where something is special about a pass, it is not replayed: it goes the usual w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from .dividing import FIXED, trouble_in
 from .header import Said
 from .passes import Pass, State
 from .replay_limit import limit_of
+from .sharing import has_part_of_a_gpu
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -56,20 +56,6 @@ def is_usual(reducer: Reducer) -> bool:
     heeded = observers.see_buckets or observers.heed() or reducer.mailbox.by_active
     settled = reducer.layout.is_settled and not reducer.listeners.learning
     return settled and not gathered and not heeded and reducer.runner.current is None
-
-
-def has_part_of_a_gpu() -> bool:
-    """Whether MPS lets this process use a part of the GPU's processors only.
-
-    Kernels of NCCL beside others then stand still after some replays: in a graph of torch's alone
-    as well, with 100 / ranks percent each, seen on an H200 with NCCL 2.30 and driver 580. With all
-    buckets at the end they do not. Ranks that share a GPU gain nothing by sending earlier.
-    """
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
-    try:
-        return 0.0 < float(share) < 100.0
-    except ValueError:
-        return False
 
 
 class RepeatedExchange:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -108,6 +108,18 @@ def leave_recording_to(backend: str) -> None:
     2.15 attaches it to every group, and cannot where C++ finds no engine of torch's in the group.
     """
     getattr(_python, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+
+
+class _Ending:
+    """An entry in torch's table of what it ends before the groups."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.finalize = call
+
+
+def before_all_end(call: Callable[[], None]) -> None:
+    """Call ``call`` once, when ``destroy_process_group()`` begins to end all groups."""
+    _python._world.comms.append(_Ending(call))
 
 
 def members_of(group: ProcessGroup) -> list[int] | None:

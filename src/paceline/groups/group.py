@@ -67,6 +67,7 @@ class Group(TorchCalls):
         super().__init__(engine, rank, size, options, store, reopen, members)
         self._lock = threading.Lock()
         self._registered = self.refuses_nan = False
+        self._is_wrapper = wrapped is not None
         self._endings: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._holders: OrderedDict[int, Callable[[], None]] = OrderedDict()
         if engine.capabilities.found_by_torch:
@@ -322,8 +323,11 @@ class Group(TorchCalls):
         """Call ``let_go`` just before the engine is shut down or aborted, on any thread.
 
         Use it to release what keeps the engine busy. For example, a CUDA graph that contains NCCL
-        collectives keeps them alive, and NCCL would wait for it without end.
+        collectives keeps them alive, and NCCL would wait for it without end. Around a process group
+        of torch, it is also called when ``torch.distributed.destroy_process_group()`` ends all.
         """
+        if self._is_wrapper and not self._holders:
+            torch_world.before_all_end(self, Group._let_go)
         handle = RemovableHandle(self._holders)
         self._holders[handle.id] = let_go
         return handle

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -68,6 +70,17 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
     with contextlib.suppress(Exception):  # one that was written in Python may raise anything
         return None if group is None else group.get_group_store()
     return None
+
+
+def before_all_end(group: Group, let_go: Callable[[Group], None]) -> None:
+    """Call ``let_go`` of a group that is alive when torch begins to end all groups."""
+    known = weakref.ref(group)
+
+    def call() -> None:
+        if (alive := known()) is not None:
+            let_go(alive)
+
+    c10d.before_all_end(call)
 
 
 def offer_barriers() -> None:
