@@ -529,6 +529,33 @@ def test_layers_may_be_frozen_and_thawed_in_training(cap: float | None) -> None:
 
 
 @CAPS
+def test_a_judge_may_be_frozen_as_a_whole_while_the_generator_trains(cap: float | None) -> None:
+    """As GANs do it: then the judge's wrapper has nothing to average."""
+
+    def train(makes: nn.Module, judges: nn.Module, ranks: Sequence[int]) -> list[Grads]:
+        found = []
+        for step in range(4):
+            for trained, frozen in ((makes, judges), (judges, makes)):
+                trained.requires_grad_(True)
+                frozen.requires_grad_(False)
+                trained.zero_grad()
+                for rank in ranks:
+                    (judges(makes(batch(step, rank))).square().sum() / len(ranks)).backward()
+                found.append(grads(trained))
+        return found
+
+    def one_rank(group: Group) -> list[Grads]:
+        models = (stack(3, 4, 3), stack(3, 4, 1, seed=1))
+        makes, judges = (DDP(m, process_group=group, bucket_cap_mb=cap) for m in models)
+        return train(makes, judges, [group.rank()])
+
+    expected = train(stack(3, 4, 3), stack(3, 4, 1, seed=1), [0, 1])
+    for found in run_ranks(2, one_rank, deadline=10):
+        for mine, single in zip(found, expected, strict=True):
+            assert_same(mine, single)
+
+
+@CAPS
 def test_a_layer_frozen_at_construction_may_be_thawed(cap: float | None) -> None:
     def one_rank(group: Group) -> Grads:
         model = Branches()

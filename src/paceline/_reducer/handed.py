@@ -32,7 +32,8 @@ class Handed:
         self._complete: Pass | None = None  # the pass to which a graph has given all it has
         self._untold: Pass | None = None  # has its averages, and observers know nothing of its end
         self.overdue: Exception | None = None  # what became of the pass before the last one
-        self._at_end = reducer.params[0].is_cuda and has_part_of_a_gpu()  # buckets leave then
+        on_gpu = any(param.is_cuda for param in reducer.params)
+        self._at_end = on_gpu and has_part_of_a_gpu()  # buckets leave then
 
     def plan_ahead(self) -> None:
         """Make the plan that a first pass would lead to; every rank calls it.
