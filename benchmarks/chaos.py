@@ -3,12 +3,14 @@
     python benchmarks/chaos.py                          every fault, over shm and over gloo
     python benchmarks/chaos.py --engines shm --faults rank keeper
     python benchmarks/chaos.py --many 100               a hundred random ones in one run
+    python benchmarks/chaos.py --calm 600 --load 20     none, for ten minutes beside busy loops
 
 Three ranks and a spare train under ``paceline run --elastic``. Faults come one after the other,
 each when all three ranks train: *detected* is until the launcher says so, *went on* until two more
 steps are committed. A step waits 20 ms, so that there is time for a fault in it. A fault held if
 the others went on within its deadline; the run held if it ended well, with the weights of one
-process that trained alone, bit by bit. Exits with 1 if anything did not hold.
+process that trained alone, bit by bit. With ``--calm`` nobody may be given up, however slow a rank
+becomes. Exits with 1 if anything did not hold.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ PAUSE = 0.02  # seconds of a step
 STARTED = 180.0  # seconds until all ranks train
 DEADLINE = 60.0  # seconds for the others to go on, and for a member to be replaced
 RANKS = 3
+CALM = 900.0  # seconds for a run without faults beside busy loops
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,56 @@ def many_on(engines: list[str], count: int, seed: int) -> int:
     return 0 if all(held) else 1
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def calm(engines: list[str], seconds: float, load: int) -> int:
+    """Train without faults beside busy loops, one run after the other until the time is over."""
+    steps, held = 300, True
+    print("| engine | runs | seconds | longest step | given up | held |\n|---|---|---|---|---|---|")
+    for engine in engines:
+        with tempfile.TemporaryDirectory() as folder:
+            expected = alone(steps, Path(folder))
+            runs, longest, lost, good = 0, 0.0, list[str](), True
+            began = time.monotonic()
+            with busy_loops(load):
+                while time.monotonic() < began + seconds:
+                    said, slowest = calm_run(engine, steps, Path(folder))
+                    lost += [line for line in said if re.search("lost|replaced|is ended", line)]
+                    words = [line for line in said if "digest" in line]
+                    good &= len(words) == 1 and words[0].endswith(expected)
+                    runs, longest = runs + 1, max(longest, slowest)
+        taken, fine = time.monotonic() - began, good and not lost
+        print(f"| {engine} | {runs} | {taken:.0f} | {longest:.2f} s | {len(lost)} "
+              f"| {'yes' if fine else '**no**'} |", flush=True)  # fmt: skip
+        print("\n".join(lost), file=sys.stderr)
+        held &= fine
+    return 0 if held else 1
+
+
+def calm_run(engine: str, steps: int, folder: Path) -> tuple[list[str], float]:
+    """What the launcher said, and the longest time between two steps of a rank."""
+    with launched(engine, steps, folder) as run:
+        run.process.wait(CALM)
+    last: dict[int, float] = {}
+    longest = 0.0
+    for words in run.lines(1 << 30):
+        if len(words) == 8:
+            when, pid = float(words[0]), int(words[3])
+            longest = max(longest, when - last.get(pid, when))
+            last[pid] = when
+    run.log.unlink()
+    return [line for _, line in run.said], longest
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults in a job that ranks leave and join.")
     parser.add_argument("--engines", nargs="+", default=["shm", "gloo"])
@@ -250,7 +303,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--many", type=int, default=0, metavar="N", help="so many in one run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calm", type=float, default=0.0, metavar="SECONDS", help="without faults")
+    parser.add_argument("--load", type=int, default=0, help="busy loops beside --calm")
     asked = parser.parse_args()
+    if asked.calm:
+        return calm(asked.engines, asked.calm, asked.load)
     if asked.many:
         return many_on(asked.engines, asked.many, asked.seed)
     steps = asked.steps or 300 * len(asked.faults)

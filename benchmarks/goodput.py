@@ -6,7 +6,9 @@
 The demo's char GPT on some ranks, one of which is killed every so many seconds. *elastic*:
 ``paceline.elastic.job`` under ``paceline run --elastic`` with one spare. *restarts*: torch's
 DistributedDataParallel over gloo under torchrun, which starts all ranks again; they go on from a
-checkpoint that rank 0 writes every 50 steps. Each way runs for the same time, once undisturbed and
+checkpoint that rank 0 writes every 50 steps. *torchft*, if it is installed (``pip install
+torchft``): its DistributedDataParallel over gloo, each rank a replica of its own that is started
+again when it is lost. Each way runs for the same time, once undisturbed and
 once for each interval. Goodput is the steps that it got to, over those of its undisturbed run. The
 time begins with the first step, so that the start of Python and torch counts in restarts alone.
 
@@ -35,9 +37,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+import goodput_torchft
 import torch
 import torch.distributed as dist
 from chargpt import CharGPT, load_text
@@ -157,7 +161,11 @@ def timed(steps: Iterator[int]) -> tuple[float, float]:
 
 
 def train_torch(notes: Notes, folder: Path) -> None:
-    dist.init_process_group("gloo")
+    env = os.environ
+    agents = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"start {env['TORCHELASTIC_RESTART_COUNT']}", agents)
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ddp = TorchDDP(CharGPT())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     data, path, count = Stretches(), folder / "checkpoint.pt", 0
@@ -192,6 +200,8 @@ def command(way: str, ranks: int, folder: Path) -> list[str]:
         return [*run, "--elastic", "--spares", "1", *own]
     if way == "both":
         return [*run, "--elastic", *own]
+    if way == "torchft":
+        return [sys.executable, *own, "--supervise", str(ranks)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(ranks), "--max-restarts", "100000", *own]
 
@@ -296,18 +306,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each run")
     parser.add_argument("--every", default="60,15", help="seconds between two kills")
-    parser.add_argument("--ways", default="elastic,restarts")
+    usual = "elastic,restarts" + (",torchft" if find_spec("torchft") else "")
+    parser.add_argument("--ways", default=usual, help=f"of elastic, restarts, torchft ({usual})")
     parser.add_argument("--no-overhead", action="store_true")
     parser.add_argument("--save", type=Path, help="write the result here")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--supervise", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.supervise:
+        own = [str(Path(__file__).resolve()), "--way", "torchft", "--folder", str(args.folder)]
+        goodput_torchft.supervise([sys.executable, *own], args.supervise)
     if args.way:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         notes = Notes(args.folder)
         if args.way == "elastic":
             train_elastic(notes)
+        elif args.way == "torchft":
+            goodput_torchft.train(CharGPT(), Stretches(), loss_of, BATCH, notes.write)
         else:
             (train_both if args.way == "both" else train_torch)(notes, args.folder)
         return 0

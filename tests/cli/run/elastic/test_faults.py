@@ -136,10 +136,15 @@ def test_a_member_that_keeps_the_interpreter_for_two_seconds_is_not_lost(script,
     assert weights(said) == {expected}
 
 
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [("1@10=gil60", ("--heartbeat", 6)), ("1@10=gil70", ())],
+    ids=["6 s", "by default"],
+)
 def test_a_member_that_keeps_the_interpreter_for_longer_than_the_heartbeat_is_named_and_replaced(
-    script, expected
+    script, expected, fault, options
 ) -> None:
-    code, said = run(script, 2, "1@10=gil60", options=("--heartbeat", 6))
+    code, said = run(script, 2, fault, options=options)
     assert code == 0, said
     assert "member 1 is ended: nothing was heard from it for" in said
     assert weights(said) == {expected}

@@ -32,7 +32,15 @@ class StoreJob:
 
     folder: Path
     star: Star
-    store: str
+    running: ExitStack  # the etcd
+    store: str = ""
+
+    def start_store(self) -> None:
+        """Start the etcd with the data that are in the folder, if there are any."""
+        host = self.star.hosts[-1]
+        inside = ["ip", "netns", "exec", host.namespace]
+        server = etcd_server(self.folder, host.address, 2379, inside)
+        self.store = self.running.enter_context(server)
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -65,11 +73,10 @@ class StoreJob:
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StoreJob]:
     (tmp_path / "train.py").write_text(TRAIN.replace("480", STEPS))
     JobKey.make().write(tmp_path / "key")
-    with star(getattr(request, "param", 2) + 1) as made:
-        etcd = made.hosts[-1]
-        inside = ["ip", "netns", "exec", etcd.namespace]
-        with etcd_server(tmp_path, etcd.address, 2379, inside) as where:
-            yield StoreJob(tmp_path, made, where)
+    with star(getattr(request, "param", 2) + 1) as made, ExitStack() as running:
+        made_job = StoreJob(tmp_path, made, running)
+        made_job.start_store()
+        yield made_job
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,20 @@ def test_a_half_that_comes_back_finds_the_new_keeper(job, undisturbed) -> None:
     assert (first.returncode, second.returncode) == (0, 0), before + said
     assert "b keeps the roster (term 2)" in before
     assert weights(before + said) == undisturbed
+
+
+def test_a_store_that_is_killed_and_started_again_knows_what_was_agreed(job, undisturbed) -> None:
+    with job.agent(job.hosts[0], "--nnodes", "1:2") as first:
+        read_until(first, "this host keeps the roster (term 1)")
+        with job.agent(job.hosts[1], "--nnodes", "1:2") as second:
+            said = read_until(second, "fifth step")
+            job.running.close()
+            job.start_store()
+            first.kill()
+            said += second.communicate(timeout=DEADLINE)[0]
+    assert second.returncode == 0, said
+    assert "this host keeps the roster (term 2)" in said
+    assert weights(said) == undisturbed
 
 
 def test_a_host_that_does_not_reach_the_store_is_not_started(job) -> None:
