@@ -6,9 +6,11 @@
 The demo's char GPT on some ranks, one of which is killed every so many seconds. *elastic*:
 ``paceline.elastic.job`` under ``paceline run --elastic`` with one spare. *restarts*: torch's
 DistributedDataParallel over gloo under torchrun, which starts all ranks again; they go on from a
-checkpoint that rank 0 writes every 50 steps. *torchft*, if it is installed (``pip install
-torchft``): its DistributedDataParallel over gloo, each rank a replica of its own that is started
-again when it is lost. Each way runs for the same time, once undisturbed and
+checkpoint that rank 0 writes every 50 steps; each start has a part of the store of its own, since
+ranks find the addresses of those that are gone otherwise, and start without end. *torchft*, if it
+is installed (``pip install torchft-nightly``; the ranks of 0.2.0 all end with the first that is
+lost): its DistributedDataParallel over gloo, each rank a replica of its own that is started again
+when it is lost. Each way runs for the same time, once undisturbed and
 once for each interval. Goodput is the steps that it got to, over those of its undisturbed run. The
 time begins with the first step, so that the start of Python and torch counts in restarts alone.
 
