@@ -1,4 +1,4 @@
-"""The ranks of ``goodput.py --ways torchft``, and what starts them again; needs ``torchft-nightly``.
+"""The ranks of ``goodput.py --ways torchft``, which needs ``torchft-nightly``, and their launcher.
 
 Each rank is a replica of its own, as torchft has them: a replica that is lost is left out of the
 step that it was in, and comes back by itself. The times of the lighthouse are those of torchft's
