@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 RANK = str(Path(__file__).with_name("chaos_rank.py"))
 PAUSE = 0.02  # seconds of a step
 STARTED = 180.0  # seconds until all ranks train
@@ -83,11 +85,12 @@ class Run:
         last = [c for c in commits if c.step == commits[-1].step and c.ranks == RANKS]
         return {c.rank: c.pid for c in last} if len(last) == RANKS else {}
 
-    def wait(self, what: Callable[[], object], seconds: float) -> bool:
+    def wait(self, what: Callable[[], T], seconds: float) -> T:
+        """What ``what`` returns, as soon as it is something; at the deadline, whatever it is."""
         until = time.monotonic() + seconds
-        while not what() and time.monotonic() < until and self.process.poll() is None:
+        while not (found := what()) and time.monotonic() < until and self.process.poll() is None:
             time.sleep(0.002)
-        return bool(what())
+        return found
 
     def keeper(self) -> int:
         """The process that holds the list of members: of its two, the one that has the socket."""
@@ -197,9 +200,9 @@ class Suffered:
 
 def suffer(run: Run, name: str) -> Suffered | None:
     """Let a fault happen; returns when the others have gone on, None if they have not."""
-    if not run.wait(run.ranks, STARTED if not run.commits() else DEADLINE):
+    ranks, heard = run.wait(run.ranks, STARTED if not run.commits() else DEADLINE), len(run.said)
+    if not ranks:
         return None
-    ranks, heard = run.ranks(), len(run.said)
     begun = time.monotonic()
     FAULTS[name](run, ranks)
     last = run.commits()[-1].step
@@ -210,8 +213,8 @@ def suffer(run: Run, name: str) -> Suffered | None:
     def noticed() -> list[float]:
         return [when for when, line in run.said[heard:] if re.search("lost|replaced|ended", line)]
 
-    seen = noticed()[0] - begun if run.wait(noticed, 5.0) else float("nan")
-    return Suffered(begun, seen, went_on)
+    seen = run.wait(noticed, 5.0)
+    return Suffered(begun, seen[0] - begun if seen else float("nan"), went_on)
 
 
 def chaos(engine: str, faults: list[str], expected: str, steps: int, folder: Path) -> bool:

@@ -110,8 +110,8 @@ def leave_recording_to(backend: str) -> None:
     getattr(_python, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
 
 
-class _Ending:
-    """An entry in torch's table of what it ends before the groups."""
+class _TableEntry:
+    """What torch ends before the groups: it has a table of such, meant for engines of another kind."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.finalize = call
@@ -119,7 +119,7 @@ class _Ending:
 
 def before_all_end(call: Callable[[], None]) -> None:
     """Call ``call`` once, when ``destroy_process_group()`` begins to end all groups."""
-    _python._world.comms.append(_Ending(call))
+    _python._world.comms.append(_TableEntry(call))
 
 
 def members_of(group: ProcessGroup) -> list[int] | None:

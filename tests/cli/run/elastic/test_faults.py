@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 DEADLINE = 240  # seconds
 TRAIN = """
 import ctypes, hashlib, os, signal, socket, struct, sys, time
+from datetime import timedelta
 import torch
 from torch.utils.data import TensorDataset
 import paceline
@@ -37,6 +38,8 @@ def go_wrong(what):
         os.kill(keeper(), signal.SIGKILL)
     elif what.startswith("gil"):
         ctypes.PyDLL(None).sleep(int(what[3:]))  # unlike CDLL, it keeps the interpreter's lock
+    elif what == "linger":
+        time.sleep(3600)
     elif what == "leave":
         os.kill(os.getpid(), signal.SIGTERM)
     elif what == "raise":
@@ -46,7 +49,7 @@ torch.manual_seed(0)
 if f"{me}@start" in faults:
     go_wrong(faults[f"{me}@start"])
 data = TensorDataset(torch.randn(8 * STEPS, 4), torch.randn(8 * STEPS, 1))
-group = paceline.elastic.group()
+group = paceline.elastic.group(timeout=timedelta(seconds=int(faults.get("timeout", 600))))
 model = torch.nn.Linear(4, 1)
 ddp = paceline.DistributedDataParallel(model, process_group=group, shards=4)
 optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -147,6 +150,15 @@ def test_a_member_that_keeps_the_interpreter_for_longer_than_the_heartbeat_is_na
     code, said = run(script, 2, fault, options=options)
     assert code == 0, said
     assert "member 1 is ended: nothing was heard from it for" in said
+    assert weights(said) == {expected}
+
+
+def test_a_member_that_does_not_come_back_from_its_step_is_ended_and_replaced(
+    script, expected
+) -> None:
+    code, said = run(script, 3, "1@10=linger", "timeout=10")
+    assert code == 0, said
+    assert "member 1 is ended: others waited" in said
     assert weights(said) == {expected}
 
 
