@@ -111,7 +111,7 @@ def leave_recording_to(backend: str) -> None:
 
 
 class _TableEntry:
-    """What torch ends before the groups: it has a table of such, meant for engines of another kind."""
+    """What torch ends before the groups; its table of such is meant for engines of another kind."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.finalize = call
