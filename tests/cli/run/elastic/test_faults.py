@@ -49,12 +49,13 @@ torch.manual_seed(0)
 if f"{me}@start" in faults:
     go_wrong(faults[f"{me}@start"])
 data = TensorDataset(torch.randn(8 * STEPS, 4), torch.randn(8 * STEPS, 1))
-group = paceline.elastic.group(timeout=timedelta(seconds=int(faults.get("timeout", 600))))
+limit = timedelta(seconds=float(faults.get("timeout", 600)))
+group = paceline.elastic.group(timeout=limit)
 model = torch.nn.Linear(4, 1)
 ddp = paceline.DistributedDataParallel(model, process_group=group, shards=4)
 optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 loader = ShardedLoader(data, shards=4, batch=8, group=group)
-with paceline.elastic.job(ddp, optimizer, loader) as job:
+with paceline.elastic.job(ddp, optimizer, loader, timeout=limit) as job:
     for step in job:
         for shard, (x, y) in step:
             fault = faults.pop(f"{me}@{step.number}", "")
