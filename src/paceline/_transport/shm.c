@@ -32,10 +32,11 @@
  *
  * Starting and waiting at once. Waking the thread costs more than a small all-reduce, and then it is
  * in the way of the caller. So where callers have come for their collectives at once a few times in
- * a row, the next one is left to its caller (`due`): the thread is not woken. It looks by itself
- * every half a millisecond then, and takes up what nobody came for; after that it is woken as before.
- * A small one is even driven for a moment while it is started, and is often done then. Every so often
- * that is left out, to see whether callers still come at once.
+ * a row, the next one is left to its caller (`due`): the thread does not drive it. It looks every half
+ * a millisecond whether the caller has come, until there was nothing to look at for a while, and takes
+ * up what nobody came for; after that it is woken for each, as before. A small one is even driven for
+ * a moment while it is started, and is often done then, without any thread. Every so often that is
+ * left out, to see whether callers still come at once.
  *
  * The end. Threads that are in a call are counted. Closing lets nothing new begin, ends what is
  * still under way as an abort does, and waits until nobody is inside; only then may the caller unmap
@@ -67,10 +68,10 @@ static int has_work(Lane *l) { return l->pending > 0; } /* the mutex is held */
 #define AT_ONCE 300000      /* ns between starting and waiting */
 #define GRACE 300000        /* ns that a caller has to come */
 #define LOOK 500000         /* ns between two looks of a thread that is not woken */
-#define HABIT_ENDS 20000000 /* ns without anything to look at */
+#define REST 20000000       /* ns without anything to look at, after which it looks no more */
 #define TRY 200000          /* ns for which a start may drive */
 #define TRIED ((uint64_t)1 << 20) /* bytes: larger ones would take longer than that */
-#define SEE 32              /* one in so many is not tried */
+#define SEE 128             /* one in so many is not tried */
 
 static void wait_until(Lane *l, pthread_cond_t *what, int64_t until) { /* the mutex is held before and after */
     struct timespec t = {until / 1000000000, until % 1000000000};
@@ -78,8 +79,7 @@ static void wait_until(Lane *l, pthread_cond_t *what, int64_t until) { /* the mu
 }
 
 static void rest(Lane *l, int64_t now) { /* of the thread; the mutex is held before and after */
-    if (now - l->latest > HABIT_ENDS) l->prompt = 0;
-    l->looks = l->prompt >= OFTEN;
+    l->looks = l->prompt >= OFTEN && now - l->latest < REST;
     if (l->looks) wait_until(l, &l->wanted, now + LOOK);
     else if (l->for_thread && now < l->due) wait_until(l, &l->wanted, l->due); /* its caller came back late, if at all */
     else pthread_cond_wait(&l->wanted, &l->mutex);
@@ -107,6 +107,10 @@ static int worth_a_try(Lane *l, const Op *op) { /* the mutex is held */
     return op->mode == 1 && l->due && own_bytes(op) <= TRIED && ++l->tries % SEE;
 }
 
+static void see_to_it(Lane *l) { /* it is left to its caller: have the thread look whether one comes; the mutex is held */
+    if (l->due && l->for_thread && !l->looks) pthread_cond_signal(&l->wanted);
+}
+
 static void hand_over(Lane *l) { /* whoever drove goes away; the mutex is held */
     int will_look = l->due && l->looks;
     if (l->for_thread && !l->running && !will_look) pthread_cond_signal(&l->wanted);
@@ -116,10 +120,7 @@ static void note_habit(Lane *l, Op *op, int64_t now) { /* somebody waits for `op
     if (op->mode != 1 || op->waited || l != &l->engine->coll) return;
     op->waited = 1;
     if (now - op->left >= AT_ONCE) l->prompt = 0;
-    else if (l->prompt < OFTEN && ++l->prompt == OFTEN) {
-        l->latest = now;
-        pthread_cond_signal(&l->wanted); /* it begins to look by itself */
-    }
+    else if (l->prompt < OFTEN) l->prompt++;
 }
 
 static void lane_open(Lane *l, Engine *e, int64_t (*turn)(Lane *, int64_t, int)) {
@@ -157,7 +158,7 @@ static void leave_to_thread(Lane *l, int64_t now) { /* the operation that was ju
     }
     l->due = 0;
     if (l->pending > 1) l->prompt = 0; /* nobody has come for the one before */
-    if (l->looks && l->prompt >= OFTEN) {
+    if (l->prompt >= OFTEN) {
         l->latest = now;
         l->due = now + GRACE;
         return;
@@ -290,6 +291,7 @@ EXPORT int pl_start(Op *op) {
         op->left = now_ns();
         if (l->due) l->due = op->left + GRACE; /* 0: another caller has called the thread meanwhile */
     }
+    if (status == AGAIN && op->mode == 1) see_to_it(l);
     pthread_mutex_unlock(&l->mutex);
     go_out(e);
     return status;

@@ -121,7 +121,7 @@ typedef struct Lane {
     int looks;      /* the thread looks by itself every now and then; it need not be woken */
     int tries;      /* how often a caller drove what it only meant to start */
     int64_t due;    /* when the thread takes up what was left to a caller; 0: it leaves nothing to them */
-    int64_t latest; /* when that was last */
+    int64_t latest; /* when something was last left to a caller */
     pthread_t thread;
     Op *first, *last; /* submitted and not done */
     struct Engine *engine;

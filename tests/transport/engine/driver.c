@@ -369,11 +369,11 @@ static void make_a_habit(Lane *l) { /* as if its callers came at once; returns w
     }
 }
 
-static void come_back_late(Lane *l) { /* as if starting had taken longer than a habit lasts */
+static void come_back_late(Lane *l) { /* as if starting had taken longer than the thread looks */
     pthread_mutex_lock(&l->mutex);
     int64_t now = now_ns();
     if (l->due) {
-        l->latest = now - HABIT_ENDS - 1;
+        l->latest = now - REST - 1;
         l->due = now + 4 * LOOK; /* the thread looks before that */
     }
     pthread_mutex_unlock(&l->mutex);
@@ -396,6 +396,42 @@ static void *wait_for_nothing(void *arg) { /* what rank 0 starts it does not com
         if (me->rank) CHECK(call(me, &op, 0) == DONE, "status %d", op.status);
         for (int64_t end = now_ns() + 10000000000; !pl_test(&op); pause_briefly()) CHECK(now_ns() < end, "nobody has taken it up");
         CHECK(x[0] == (float)(me->world->n * me->world->n), "%g", x[0]);
+    }
+    return NULL;
+}
+
+static void wake_after_a_rest(Lane *l) { /* returns when the thread has been awake, long after the last call */
+    for (int looks = 1; looks; pause_briefly()) {
+        pthread_mutex_lock(&l->mutex);
+        looks = l->looks;
+        l->latest = now_ns() - 2 * REST;
+        pthread_cond_signal(&l->wanted);
+        pthread_mutex_unlock(&l->mutex);
+    }
+}
+
+static void *keep_a_habit(void *arg) { /* a pause between two calls does not end it */
+    Rank *me = arg;
+    Lane *l = &me->engine->coll;
+    for (int prompt = OFTEN - 1; prompt <= OFTEN; prompt++) {
+        float x[4] = {1, 1, 1, 1};
+        Op op = {.kind = ALL_REDUCE, .dtype = T_F32, .itemsize = 4, .root = -1, .count = 4, .in = (uint8_t *)x, .out = (uint8_t *)x};
+        CHECK(call(me, &op, 1) == DONE, "status %d", op.status); /* there is a thread now */
+        make_a_habit(l);
+        pthread_mutex_lock(&l->mutex);
+        l->prompt = prompt;
+        l->tries = 0;
+        pthread_mutex_unlock(&l->mutex);
+        wake_after_a_rest(l);
+        op.mode = 1;
+        int status = pl_start(&op);
+        while (status == AGAIN) status = pl_wait(&op, 1000000000);
+        CHECK(status == DONE, "status %d", status);
+        pthread_mutex_lock(&l->mutex);
+        CHECK(l->prompt == 0 || l->prompt == OFTEN, "%d calls in a row", l->prompt); /* 0: it was kept from coming at once */
+        CHECK(l->tries == (prompt == OFTEN), "tried %d times", l->tries);
+        pthread_mutex_unlock(&l->mutex);
+        pthread_barrier_wait(&me->world->together);
     }
     return NULL;
 }
@@ -520,6 +556,7 @@ int main(void) {
         run("one does not come", n, 0, miss_one);
     }
     run("one waits for nothing", 2, 0, wait_for_nothing);
+    run("a habit is kept", 2, 0, keep_a_habit);
     for (int lie = 0; lie < LIES; lie++) be_told(lie);
     puts("one tells what cannot be");
 #ifndef __SANITIZE_THREAD__
