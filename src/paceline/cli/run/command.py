@@ -71,8 +71,8 @@ _STOPPED_AFTER = _option(
 _COLD = _flag(
     _ELASTIC,
     "--cold",
-    "Start replacements as new processes; by default they are forked from a process that has "
-    "already imported torch, which is faster.",
+    "Start spares and replacements as new processes; by default they are forked from a process "
+    "that has already imported torch, which is faster.",
 )
 _HEARTBEAT = _option(_ELASTIC, "SECONDS", "A rank that sends nothing for this long is lost.")
 

@@ -4,6 +4,7 @@ The stand-in is imported at once. Jobs with the real one: ``test_faults.py``.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,11 +189,18 @@ def test_what_a_killed_member_has_left_does_not_stay_as_a_zombie() -> None:
         strays.close()
 
 
-def test_one_in_anothers_place_is_forked(run, libraries, monkeypatch) -> None:
-    def with_libraries(command, environment, log) -> Template:
+@pytest.fixture
+def with_libraries(libraries, monkeypatch) -> None:
+    """Launchers have a template that imports what is in ``libraries``."""
+
+    def begin(command, environment, log) -> Template:
         return Template(command, {**environment, "PYTHONPATH": str(libraries)}, log)
 
-    monkeypatch.setattr(launch, "Template", with_libraries)
+    monkeypatch.setattr(launch, "Template", begin)
+
+
+@pytest.mark.usefixtures("with_libraries")
+def test_one_in_anothers_place_is_forked(run) -> None:
     ended = run(
         """
 print("torch" in sys.modules, os.environ["LOCAL_RANK"], flush=True)
@@ -209,3 +217,16 @@ wait_for(3)
     assert "[2] True 0" in ended.out, ended.err
     assert "[0] False 0" in ended.out
     assert "member 2 is lost: it ended with: the end (at member.py" in ended.err
+
+
+@pytest.mark.usefixtures("with_libraries")
+def test_spares_are_forked_so_that_a_first_loss_finds_all_imports_done(run) -> None:
+    ended = run(
+        """
+print("torch" in sys.modules, os.environ["LOCAL_RANK"], flush=True)
+wait_for(0, 1, 2)
+""",
+        *("--nproc", 2, "--spares", 1, "--warm"),
+    )
+    found = sorted(re.findall(r"(True|False) (\d)", ended.out))
+    assert found == [("False", "0"), ("False", "1"), ("True", "2")], ended.err

@@ -202,8 +202,8 @@ class ElasticAgent:
         """Ask for numbers for those that are to be started; they are when the numbers come."""
         meets = self.story.meets(self.processes.keys(), now, _MEETING)
         due = 0 if meets else self.places.due(now)
-        if self.link.connected and due > self._asked and self._can_start(now):
-            for _ in range(due - self._asked):
+        if self.link.connected and due > self._asked:
+            for _ in range(self._startable(due, now) - self._asked):
                 self._asked += 1
                 self.link.say(Enlist())
         if (why := self.places.exhausted) and not self._told_no_more and self.link.connected:
@@ -211,14 +211,17 @@ class ElasticAgent:
             say.note(f"lost members are no longer replaced: {why}")
             self.link.say(NoMore(why))
 
-    def _can_start(self, now: float) -> bool:
-        """Whether a process can be started; the first ones always, those in others' places when
-        what they are forked from is there.
+    def _startable(self, due: int, now: float) -> int:
+        """How many of ``due`` processes can be started.
+
+        The first ranks at once; spares and those in others' places when what they are forked from
+        is there.
         """
-        if not self.places.endings:
-            return True
+        first = self.places.first_ranks
+        if due <= first:
+            return due
         self.strays.adopt()
-        return self.start.prepare(now)
+        return due if self.start.prepare(now) else first
 
     def _start(self, number: int, now: float) -> None:
         if not self.places.due(now):  # the job has ended, or others were started meanwhile

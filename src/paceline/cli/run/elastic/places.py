@@ -55,6 +55,11 @@ class Places:
         return set(self.seats)
 
     @property
+    def first_ranks(self) -> int:
+        """How many of the ranks that a job begins with have not been started yet."""
+        return max(0, self.size.ranks - len(self.endings) - len(self.seats))
+
+    @property
     def over(self) -> bool:
         """Whether nobody runs and nobody will."""
         return not self.seats and (self.closed or not self._missing)

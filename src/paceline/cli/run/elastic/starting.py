@@ -20,10 +20,10 @@ class MemberStart:
     command: Sequence[str]  # arguments of the interpreter
     environment: Mapping[str, str]
     seats: Sequence[Mapping[str, str]] = ()
-    template: Template | None = None  # that later ones are forked from
+    template: Template | None = None  # that spares and later ones are forked from
 
     def prepare(self, now: float) -> bool:
-        """Whether one that takes the place of another may be started now."""
+        """Whether a spare, or one that takes the place of another, may be started now."""
         return self.template is None or self.template.prepare(now)
 
     def start(self, number: int, seat: int) -> MemberProcess:

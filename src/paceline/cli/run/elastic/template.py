@@ -1,8 +1,8 @@
 """The launcher's side of a process of which members are forked (``template_process.py``).
 
-It is started when a member is lost for the first time: the first one in its place waits for the
-same imports that it would do itself, and all later ones are there at once. Where it cannot be, or
-does not answer, members are started as the first ones were.
+It is started for the first spare, or else when a member is lost for the first time: that one waits
+for the same imports that it would do itself, and all later ones are there at once. Where it cannot
+be, or does not answer, members are started as the first ones were.
 """
 
 from __future__ import annotations
