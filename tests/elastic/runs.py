@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import elastic
-from paceline._members import Members, Rules, SharedCouncil
+from paceline._members import Members, RosterChange, Rules, SharedCouncil
+from paceline._members.in_process import ThreadMember
 from paceline.data import Shard, ShardedLoader, keyed_random
 
 SHARDS, BATCH, SAMPLES = 6, 24, 120  # 5 steps in an epoch
@@ -136,10 +137,12 @@ class Ranks:
         self.council = SharedCouncil(Rules(first=first, patience=30.0, **rules))
         self.outcomes: dict[int, Outcome] = {}
         self._threads: list[threading.Thread] = []
+        self._told: dict[int, threading.Event] = {}  # members that have heard of a newcomer
 
     def start(self, moment: Callable[[int], Moment] | None = None, **options: Any) -> int:
         """Start one rank; ``moment(member)`` gives what it does at every place of its loop."""
         member = self.council.join()
+        self._told[member.me] = _notes_newcomers(member)
         outcome = self.outcomes[member.me] = Outcome()
 
         def run() -> None:
@@ -155,6 +158,16 @@ class Ranks:
         self._threads.append(thread)
         thread.start()
         return member.me
+
+    def let_in(self, by: int, **options: Any) -> int:
+        """Start one more rank; returns when member ``by`` knows that it waits to be let in.
+
+        The calling thread is that of this member, which calls for a meeting after its step then.
+        """
+        self._told[by].clear()
+        newcomer = self.start(**options)
+        assert self._told[by].wait(60)
+        return newcomer
 
     def kill(self, member: int) -> None:
         """End a member's thread, from inside: nobody hears what it says from now on."""
@@ -174,3 +187,19 @@ class Ranks:
             assert not thread.is_alive(), f"{thread.name} hangs"
         self.council.close()
         return self.outcomes
+
+
+def _notes_newcomers(member: ThreadMember) -> threading.Event:
+    """An event that is set when ``member`` has heard that somebody waits to be let in."""
+    told, listen = threading.Event(), member.listen
+
+    def listen_too(hear: Callable[[RosterChange], None]) -> None:
+        def heard(change: RosterChange) -> None:
+            hear(change)
+            if change.kind == "waiting":
+                told.set()
+
+        listen(heard)
+
+    member.listen = listen_too  # type: ignore[method-assign]
+    return told

@@ -120,7 +120,7 @@ def test_a_newcomer_that_differs_raises_and_the_others_go_on(what: str) -> None:
     ranks = Ranks(2)
 
     def join() -> None:
-        ranks.start(**JOINERS[what]())
+        ranks.let_in(0, **JOINERS[what]())
 
     for _ in range(2):
         ranks.start(at(2, "begin", join, 0))
