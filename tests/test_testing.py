@@ -370,10 +370,13 @@ def test_no_process_file_or_descriptor_is_left_behind(
     monkeypatch.setenv("PARENT", str(os.getpid()))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spawn_ranks(1, scale, 1)  # the server and its pipe stay
-    before = children(), sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = (children(), sorted(os.listdir("/proc/self/fd"))), set(threading.enumerate())
     with pytest.raises(error) if error else contextlib.nullcontext():
         spawn_ranks(2, fn, deadline=5 if fn is one_hangs else 60.0)
-    assert (children(), sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    for thread in set(threading.enumerate()) - threads:  # of other tests, which end by themselves
+        thread.join(60)
+        assert not thread.is_alive(), f"{thread.name} is left"
+    assert (children(), sorted(os.listdir("/proc/self/fd"))) == before
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
 

@@ -232,7 +232,10 @@ def test_a_listener_that_says_a_little_all_the_time_is_given_up() -> None:
     slow.close()
 
 
-def test_more_ranks_than_are_answered_at_once_are_all_answered(office: Office) -> None:
+def test_more_ranks_than_are_answered_at_once_are_all_answered(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "PATIENCE", 60.0)  # the machine may be busy
     with ThreadPoolExecutor(4 * listening.AT_ONCE) as pool:
         asked = [pool.submit(ask, office.address, b"%d" % n, 30.0) for n in range(100)]
         assert [a.result() for a in asked] == [b"answer to %d" % n for n in range(100)]
