@@ -124,3 +124,13 @@ def test_nobody_is_started_once_it_is_closed() -> None:
     assert not found.over
     kill(found, 1)
     assert found.over
+
+
+def test_spares_and_replacements_are_not_among_the_first_ranks() -> None:
+    found = Places(HostSize(2, 1))
+    assert (found.due(0.0), found.first_ranks) == (3, 2)
+    found.start(0)
+    found.start(1)
+    assert (found.due(0.0), found.first_ranks) == (1, 0)
+    kill(found, 0)
+    assert found.first_ranks == 0
