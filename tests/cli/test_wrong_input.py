@@ -131,7 +131,7 @@ finally:
     group.shutdown()
 """
     )
-    ended = paceline(capsys, "run", "--nproc", 2, script)
+    ended = paceline(capsys, "run", "--nproc", 2, "--patience", 60, script)
     assert ended.code == 1
     lines = ended.err.splitlines()
     assert lines[0] == "[1] Traceback (most recent call last):"
@@ -154,7 +154,7 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(3))
 """
     )
-    ended = paceline(capsys, "run", "--nproc", 2, script)
+    ended = paceline(capsys, "run", "--nproc", 2, "--patience", 60, script)
     assert ended.code == 3
     said = "rank 1 of 2 failed first: it ended with exit code 3 (at train.py:5)"
     assert said in ended.err

@@ -234,7 +234,7 @@ def test_the_text_of_a_ranks_error_does_not_act_on_the_terminal(tmp_path, capsys
     """What a rank prints itself is its own: its output and its traceback come as they are."""
     script = tmp_path / "script.py"
     script.write_text(r"print('\x1b[32mgreen\x1b[0m', flush=True); raise ValueError('\x1b[2Jgone')")
-    ended = paceline(capsys, "run", "--nproc", 2, script)
+    ended = paceline(capsys, "run", "--nproc", 2, "--patience", 60, script)
     assert ended.out.count("\x1b[32mgreen\x1b[0m") == 2
     told = ended.err[ended.err.index("failed first") :]
     assert "ValueError: \\x1b[2Jgone" in told

@@ -231,7 +231,9 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(
         "import os, signal, sys\n"
         "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])\n"
         "rank = int(os.environ['RANK'])\n"
-        "if rank % 2: signal.pause()\n"  # two of each machine are started, one of each trains
+        "pipe = sys.argv[1] + str(rank // 2)\n"  # opens when both ranks of a machine open it
+        "if rank % 2: open(pipe, 'w').close(), signal.pause()\n"  # one of each machine trains
+        "open(pipe).close()\n"
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', rank=rank // 2, world_size=2)\n"
         "dist.all_reduce(torch.ones(1))\n"
@@ -241,14 +243,17 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(
     port = free_port()
     words = ["run", "--nnodes", 2, "--nproc", 2, "--master-addr", "127.0.0.1", "--key"]
     words += [key if locked else "none", "--master-port", port, "--node-rank"]
-    launched = [start(*words, number, script) for number in (0, 1)]
+    pipes = tmp_path / "machine"
+    for number in (0, 1):
+        os.mkfifo(f"{pipes}{number}")
+    launched = [start(*words, number, script, pipes) for number in (0, 1)]
     (out0, err0), (out1, err1) = [each.communicate(timeout=120) for each in launched]
     assert sorted(out0.splitlines()) == ["[0] 0 4 0", "[1] 1 4 1"]
     assert sorted(out1.splitlines()) == ["[2] 2 4 0", "[3] 3 4 1"]
-    said = "rank 2 of 4 failed first: ValueError: on the second machine (at train.py:8)"
+    said = "rank 2 of 4 failed first: ValueError: on the second machine (at train.py:10)"
     assert said in err0
     assert said in err1
-    assert [each.returncode for each in launched] == [1, 1]
+    assert [each.returncode for each in launched] == [1, 1], err1
 
 
 def test_a_new_key_is_made_once_and_several_machines_need_one(capsys, tmp_path) -> None:

@@ -15,9 +15,11 @@ from paceline.cli.run.ray_actor import Seat
 from tests.cli.launches import FOREIGN, paceline, start
 
 ABOUT = """
-import os
+import os, sys
 print("rank", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"],
       os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], flush=True)
+for both_have_spoken in sys.argv[1:]:  # a named pipe, which opens when both ranks open it
+    open(both_have_spoken, "rw"[int(os.environ["RANK"])]).close()
 raise SystemExit(5 if os.environ["RANK"] == "1" else 0)
 """
 _RAY = importlib.util.find_spec("ray")
@@ -29,6 +31,13 @@ def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(ABOUT)
     return path
+
+
+@pytest.fixture
+def both_have_spoken(tmp_path):
+    """Rank 1 fails after this, and whoever started the two may end rank 0 then."""
+    os.mkfifo(tmp_path / "both")
+    return tmp_path / "both"
 
 
 def test_under_srun_the_process_becomes_its_rank_and_keeps_its_code(script) -> None:
@@ -83,13 +92,14 @@ def test_the_example_for_slurm_trains_on_two_machines(tmp_path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
-def test_under_mpirun_the_processes_become_its_ranks(script) -> None:
+def test_under_mpirun_the_processes_become_its_ranks(script, both_have_spoken) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     if "Open MPI" not in version.stdout:
         pytest.skip("mpirun is not Open MPI's")
+    words = [sys.executable, "-m", "paceline", "run", script, both_have_spoken]
     launched = subprocess.run(
-        ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-m", "paceline", "run", script],
+        ["mpirun", "--oversubscribe", "-n", "2", *words],
         env=environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         capture_output=True,
         text=True,
@@ -133,9 +143,9 @@ def test_without_ray_its_option_says_how_to_get_it(script, capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
-def test_on_a_ray_cluster_the_script_runs_and_its_failure_is_told(script) -> None:
-    launched = start("run", "--ray", "local", "--nproc", 2, script)
+def test_on_a_ray_cluster_the_script_runs_and_its_failure_is_told(script, both_have_spoken) -> None:
+    launched = start("run", "--ray", "local", "--nproc", 2, script, both_have_spoken)
     out, err = launched.communicate(timeout=300)
     assert sorted(line[:8] for line in out.splitlines()) == ["[0] rank", "[1] rank"]
-    assert "rank 1 of 2 failed first: it ended with exit code 5 (at script.py:5)" in err
+    assert "rank 1 of 2 failed first: it ended with exit code 5 (at script.py:7)" in err
     assert launched.returncode == 5

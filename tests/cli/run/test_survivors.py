@@ -158,7 +158,7 @@ total = torch.ones(1)
 while total.item():  # both stop in the same step
     step()
     steps += 1
-    total = torch.tensor([float(time.monotonic() < died + 1.5)])
+    total = torch.tensor([float(time.monotonic() < died + 3.5)])
     group.allreduce([total]).wait()
 print("trained on", group.size(), steps > 3, flush=True)
 group.shutdown()
@@ -176,7 +176,7 @@ def script(tmp_path):
     "backend", [pytest.param("shm", marks=needs_shm), pytest.param("gloo", marks=pytest.mark.slow)]
 )
 def test_survivors_of_a_killed_rank_train_on_and_the_run_ends_well(script, capsys, backend) -> None:
-    words = ["--nproc", 3, "--backend", backend, "--patience", 1, "--max-restarts", 1]
+    words = ["--nproc", 3, "--backend", backend, "--patience", 3, "--max-restarts", 1]
     ended = paceline(capsys, "run", *words, script)
     assert ended.code == 0, ended.err
     said = by_rank(ended.out)
@@ -208,7 +208,6 @@ while os.path.exists(notes + "/first"):  # until the launcher has told that rank
     time.sleep(0.01)
 if rank == 0:
     raise KeyError("later")
-signal.pause()
 """
 GIVES_UP = """
 if rank == 2:
@@ -239,7 +238,7 @@ def run_light(capsys, tmp_path, text: str, *words: object) -> Ended:
 def test_a_failure_after_a_recovery_is_the_runs_failure_with_its_traceback(
     capsys, tmp_path
 ) -> None:
-    ended = run_light(capsys, tmp_path, FAILS_LATER, "--nproc", 3, "--patience", 0.2)
+    ended = run_light(capsys, tmp_path, FAILS_LATER, "--nproc", 3, "--patience", 60)
     assert ended.code == 1
     assert "rank 2 of 3 is lost: ValueError: of its own (at light.py" in ended.err
     assert "the others went on for a while without rank 2 of 3, which was lost" in ended.err
