@@ -55,7 +55,7 @@ def graph_step(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> Non
 def _names_in(optimizer: Any) -> list[tuple[str, ...]]:
     """Of what the optimizer keeps for each parameter."""
     kept = [{k for k, v in own.items() if v is not None} for own in optimizer.state.values()]
-    return [tuple(sorted(names)) for names in kept if names]
+    return [tuple(sorted(names)) for names in kept]
 
 
 def torch_step(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> None:

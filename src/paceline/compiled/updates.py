@@ -78,7 +78,7 @@ def classes_of(optimizer: Optimizer, indices: dict[Tensor, int]) -> list[Class]:
     for index, group in enumerate(optimizer.param_groups):
         params = [p for p in group["params"] if p in indices]
         kind = _kind(optimizer, group)
-        new = {p for p in params if not optimizer.state[p]}
+        new = {p for p in params if not optimizer.state.get(p)}
         by_steps: dict[float, list[Tensor]] = {}
         for param, taken in zip(params, _taken(optimizer, kind, group, params), strict=True):
             by_steps.setdefault(taken, []).append(param)
@@ -98,7 +98,7 @@ def hold(optimizer: Optimizer, classes: Sequence[Class], params: Sequence[Tensor
             return False
         names = {**found.state, **({"step": found.steps} if found.steps else {})}
         for at, slot in enumerate(found.slots):
-            state = optimizer.state[params[slot]]
+            state = optimizer.state.get(params[slot], {})
             if any(state.get(name) is not tensors[at] for name, tensors in names.items()):
                 return False
     return True
@@ -129,6 +129,8 @@ def _taken(
     optimizer: Optimizer, kind: Kind, group: dict[str, Any], params: Sequence[Tensor]
 ) -> list[float]:
     """How many steps each has taken; of SGD only whether there was one, where it matters."""
+    if not _names(kind):  # there is no state, and looking it up would leave an empty one
+        return [1.0] * len(params)
     taken = [_prepare(optimizer.state[p], kind, group, p) for p in params]
     if kind.name == "adam" and params:
         found: list[float] = torch.stack([optimizer.state[p]["step"] for p in params]).tolist()
