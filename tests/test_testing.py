@@ -27,6 +27,7 @@ from paceline import testing
 from paceline.errors import PeerDiedError, PeerLeftError, RanksFailedError
 from paceline.groups import Group
 from paceline.testing import Meeting, fail_on_cue, hold_on_cue, run_ranks, spawn_ranks
+from tests.waiting import until
 
 
 def hang() -> NoReturn:
@@ -341,10 +342,16 @@ def children() -> set[int]:
     while todo:
         pid = todo.pop()
         for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-            new = {int(child) for child in listing.read_text().split()} - found
-            found |= new
-            todo += new
+            with contextlib.suppress(OSError):  # the thread has ended
+                new = {int(child) for child in listing.read_text().split()} - found
+                found |= new
+                todo += new
     return found
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    return set(os.listdir("/proc/self/fd"))
 
 
 def interrupt(meeting: Meeting) -> None:
@@ -370,13 +377,11 @@ def test_no_process_file_or_descriptor_is_left_behind(
     monkeypatch.setenv("PARENT", str(os.getpid()))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spawn_ranks(1, scale, 1)  # the server and its pipe stay
-    before, threads = (children(), sorted(os.listdir("/proc/self/fd"))), set(threading.enumerate())
+    before = children() | descriptors()
     with pytest.raises(error) if error else contextlib.nullcontext():
         spawn_ranks(2, fn, deadline=5 if fn is one_hangs else 60.0)
-    for thread in set(threading.enumerate()) - threads:  # of other tests, which end by themselves
-        thread.join(60)
-        assert not thread.is_alive(), f"{thread.name} is left"
-    assert (children(), sorted(os.listdir("/proc/self/fd"))) == before
+    # Threads of other tests open some for a moment.
+    assert until(lambda: not (children() | descriptors()) - before)
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
 
@@ -404,11 +409,8 @@ def test_threads_are_of_this_process_and_end() -> None:
         return os.getpid(), threading.current_thread().name
 
     assert run_ranks(2, one_rank) == [(os.getpid(), "rank 0"), (os.getpid(), "rank 1")]
-    started = set(threading.enumerate()) - before
-    for thread in started:
-        if thread.name.startswith("paceline-"):  # they end by themselves, or were told to
-            thread.join(10.0)
-    assert not [thread for thread in started if thread.is_alive()]
+    # They end by themselves, or were told to.
+    assert until(lambda: not set(threading.enumerate()) - before)
 
 
 def test_a_failing_thread_frees_those_that_wait_and_comes_first() -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from paceline.cli.demo.tasks import TASKS, GptTask
 from paceline.cli.demo.text import Batch, batches, cut, load_library, to_numbers, to_text
 from paceline.groups import Availability, Group, capabilities
 from paceline.testing import run_ranks
+from tests.waiting import until
 
 needs_shm = pytest.mark.skipif(
     not capabilities()["shm"].available, reason=capabilities()["shm"].reason
@@ -517,10 +517,7 @@ def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
         demo.kill()
     assert demo.returncode == 130
     assert said.splitlines()[-1] == "paceline: stopped; all ranks are ended."
-    until = time.monotonic() + 30
-    while in_session(demo.pid) and time.monotonic() < until:  # multiprocessing's own servers
-        threading.Event().wait(0.05)
-    assert in_session(demo.pid) == []
+    assert until(lambda: in_session(demo.pid) == [])  # multiprocessing's own servers are last
 
 
 def in_session(leader: int) -> list[str]:

@@ -19,6 +19,7 @@ from paceline import Group, Join, hooks
 from paceline.errors import RendezvousError, UnsupportedError, WaitTimeoutError
 from paceline.optim import ZeroRedundancyOptimizer
 from paceline.testing import run_ranks
+from tests.waiting import until
 
 # Works, as they are found in the world. Each is made of the result and of the group.
 
@@ -572,10 +573,7 @@ def test_futures_of_dropped_wrappers_leave_no_thread_behind() -> None:
 
     before = threading.active_count()
     run_ranks(1, one_rank)
-    for thread in threading.enumerate():
-        if thread.name.startswith("paceline-Minimal"):
-            thread.join(5)
-    assert threading.active_count() <= before + 1
+    assert until(lambda: threading.active_count() <= before + 1)
 
 
 def test_a_model_can_be_copied_and_wrapped_over_another_such_group() -> None:

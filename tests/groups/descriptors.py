@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 
-PATIENCE = 30.0  # seconds; what answers other ranks' questions may end after its group
+from tests.waiting import until
 
 
 def open_files() -> int:
@@ -15,7 +14,5 @@ def open_files() -> int:
 
 def still_open(before: int) -> int:
     """Descriptors that stay open, beyond those there were before."""
-    end = time.monotonic() + PATIENCE
-    while open_files() > before and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: open_files() <= before)  # what answers other ranks may end after its group
     return max(0, open_files() - before)

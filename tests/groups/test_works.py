@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from paceline import Group, ReduceOp
 from paceline.errors import CollectiveTimeoutError, MismatchError, PeerDiedError
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
+from tests.waiting import until
 
 pytestmark = needs_shm
 LONG = 20.0  # seconds: nothing here takes so long unless it hangs
@@ -41,14 +40,6 @@ def come_a_few_times(group: Group) -> None:
 
 def mine(group: Group, scale: float = 1.0) -> Tensor:
     return torch.full((1024,), scale * (group.rank() + 1))
-
-
-def until(condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + LONG
-    while not condition():
-        if time.monotonic() > end:
-            return False
-    return True
 
 
 # -- done when it is returned ----------------------------------------------------------------------

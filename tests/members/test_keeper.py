@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline._members import HowFar, RosterChange, client, connect
 from paceline._members.client import SocketMember
 from paceline.errors import KeeperLostError, MembershipError
+from tests.waiting import until
 
 from .keepers import KeeperAt, descriptors, meet, on_threads, ready
 
@@ -223,10 +224,7 @@ def test_nothing_is_left_of_members_that_have_left() -> None:
             member = keeper.join()
             member.listen(print)
             member.leave()
-        deadline = time.monotonic() + 5
-        while (descriptors(), threading.active_count()) > before and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        assert (descriptors(), threading.active_count()) <= before
+        assert until(lambda: descriptors() <= before[0] and threading.active_count() <= before[1])
 
 
 def test_many_members_meet_again_and_again() -> None:

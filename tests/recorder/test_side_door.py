@@ -6,7 +6,6 @@ Two launchers of one machine stand for two hosts: their processes have no folder
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from paceline.recorder.peers import Letter, Peers
 from paceline.recorder.places import Address, UnreachableError, is_far
 from tests.doors.test_strangers import as_another_user, attacked, flood, garbage, half_handshakes
 from tests.recorder.test_channel import Office, with_key
+from tests.waiting import until
 
 ADDRESS = "127.0.0.7"
 DEADLINE = 60.0
@@ -68,16 +68,6 @@ def hosts(tmp_path: Path, key: JobKey, monkeypatch: pytest.MonkeyPatch) -> Itera
         host.close()
 
 
-def wait_for(true: Callable[[], bool]) -> bool:
-    """Whether it becomes true; letters from another host come when they come."""
-    pause = threading.Event()
-    for _ in range(6000):
-        if true():
-            return True
-        pause.wait(0.01)
-    return False
-
-
 def test_a_process_of_another_host_is_asked_and_told_through_the_launchers(hosts: Pair) -> None:
     far = hosts[1].office
     assert is_far(far.address)
@@ -86,7 +76,7 @@ def test_a_process_of_another_host_is_asked_and_told_through_the_launchers(hosts
     assert ask(far.address, b"where?", DEADLINE) == b"answer to where?"
     assert ask(far.address, b"all" * 300, DEADLINE) == b"answer to " + b"all" * 300 * 500
     tell(far.address, b"goodbye" * 4000)
-    assert wait_for(lambda: far.told == [b"goodbye" * 4000])
+    assert until(lambda: far.told == [b"goodbye" * 4000])
 
 
 def test_a_process_that_has_ended_is_told_from_one_that_cannot_be_reached(hosts: Pair) -> None:

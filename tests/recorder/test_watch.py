@@ -23,6 +23,7 @@ from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.recorder.patience import be_patient
+from tests.waiting import until
 
 DEADLINE = 60.0
 
@@ -302,18 +303,8 @@ def test_a_log_that_cannot_be_saved_at_the_end_is_told(
 
 
 def recorder_threads() -> list[str]:
-    return [thread.name for thread in _recorder_threads()]
-
-
-def _recorder_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("paceline-recorder")]
-
-
-def await_recorder_threads() -> None:
-    """Wait until none is left: one may start another before it ends."""
-    until = time.monotonic() + DEADLINE
-    while (left := _recorder_threads()) and time.monotonic() < until:
-        left[0].join(max(0.0, until - time.monotonic()))
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("paceline-recorder")]
 
 
 def test_the_thread_lives_as_long_as_there_are_groups() -> None:
@@ -328,8 +319,7 @@ def test_the_thread_lives_as_long_as_there_are_groups() -> None:
 
     run_ranks(2, one_rank)
     assert seen == [["paceline-recorder"]], "threads of one process need no port"
-    await_recorder_threads()
-    assert recorder_threads() == []
+    assert until(lambda: recorder_threads() == [])
 
 
 def fork_a_child(meeting: Meeting) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ from paceline.cli.run.meeting import MachineMeeting
 from paceline.cli.run.plan import Launch
 from paceline.errors import LaunchCountError, LaunchError, PortTakenError, StrangerError
 from tests.cli.launches import paceline, start
+from tests.waiting import until
 
 PATIENCE = timedelta(seconds=30)
 
@@ -205,9 +205,7 @@ def test_a_round_begins_with_the_least_machines_and_calls_those_who_come_later(m
     assert sorted([first.node_rank, second.node_rank]) == [0, 1]
     with ThreadPoolExecutor(3) as pool:
         late = pool.submit(together, machine(port, 3, 2, least=2), last_call=call)
-        until = time.monotonic() + 30
-        while not first.num_nodes_waiting():
-            assert time.monotonic() < until
+        assert until(first.num_nodes_waiting)
         again = [pool.submit(meeting.next_rendezvous) for meeting in (first, second)]
         infos = [info.result() for info in again]
         (third,) = late.result()

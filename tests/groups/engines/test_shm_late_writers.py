@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,25 +15,19 @@ from torch import Tensor
 from paceline import DistributedDataParallel, Group
 from paceline.errors import CollectiveTimeoutError, GroupError
 from paceline.testing import Meeting, spawn_ranks
+from tests.waiting import until
 
 NUMEL = 300_000
 STOPPED = 1
-
-
-def await_true(question: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not question():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def stop_inside(group: Group, meeting: Meeting) -> None:
     """Stop a rank once it is inside an all-reduce for which the last rank has not come yet."""
     shm = group._engine.shm  # type: ignore[attr-defined]
     pid = int(meeting.store().get("pid"))
-    await_true(lambda: "all_reduce" in shm._position(STOPPED))
+    assert until(lambda: "all_reduce" in shm._position(STOPPED))
     os.kill(pid, signal.SIGSTOP)
-    await_true(lambda: _state(pid) == "T")
+    assert until(lambda: _state(pid) == "T")
     meeting.store().set("stopped", "yes")
 
 

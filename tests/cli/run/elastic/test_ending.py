@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 
 from tests.cli.run.elastic.conftest import STAND_IN
 from tests.cli.run.elastic.member import MEMBER
+from tests.waiting import until
 
 ASKED = """
 def asked(number, frame):
@@ -98,11 +97,5 @@ def test_members_of_an_agent_that_is_killed_go_on_and_may_print(tmp_path) -> Non
             watchdog.cancel()
             agent.kill()
     (tmp_path / "killed").touch()
-    _wait_for([tmp_path / "done 0", tmp_path / "done 1"])
-
-
-def _wait_for(paths: list[Path]) -> None:
-    until = time.monotonic() + 20
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    done = [tmp_path / "done 0", tmp_path / "done 1"]
+    assert until(lambda: all(path.exists() for path in done))

@@ -16,6 +16,7 @@ import pytest
 from paceline.cli.run.elastic import launch, template
 from paceline.cli.run.elastic.strays import Strays
 from paceline.cli.run.elastic.template import Template, TemplatePhase
+from tests.waiting import until
 
 TORCH = """
 from types import SimpleNamespace as optim_or_nn
@@ -63,10 +64,7 @@ def start(tmp_path, libraries, monkeypatch):
 
 
 def wait_for(found: Template) -> None:
-    deadline = time.monotonic() + 60
-    while not found.prepare(time.monotonic()):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    assert until(lambda: found.prepare(time.monotonic()))
 
 
 def forked(found: Template, member: int) -> tuple[str, int]:
