@@ -155,7 +155,7 @@ def miss_the_barrier(meeting: Meeting, missing: list[int]) -> list[int] | None:
         with pytest.raises(
             MonitoredBarrierError, match="failed to pass monitoredBarrier"
         ) as caught:
-            group.monitored_barrier(timedelta(seconds=2))
+            group.monitored_barrier(timedelta(seconds=4))
         assert isinstance(caught.value, CollectiveTimeoutError)
         if store.add("seen", 1) == meeting.size - len(missing):
             store.set("over", "yes")

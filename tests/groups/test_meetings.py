@@ -116,7 +116,7 @@ def test_the_missing_are_named_with_the_list_that_they_wait_for() -> None:
 
     def wait_for(rank: int, ranks: list[int]) -> str:
         with pytest.raises(RendezvousError) as caught:
-            _open(store, rank, ranks, timedelta(milliseconds=300))
+            _open(store, rank, ranks, timedelta(seconds=1.5))
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -454,12 +454,12 @@ def test_a_rank_whose_time_was_over_is_not_called_missing_by_those_that_it_left(
 
     leaving = threading.Thread(target=leave_first)
     options = {"rank": 1, "name": "1", "names": ["0", "1", "2"]}
-    stays = Tells(store, "0,1,2", 3, timedelta(seconds=1), **options)
+    stays = Tells(store, "0,1,2", 3, timedelta(seconds=3), **options)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(stays.arrive)
         assert waits.wait(LONG.total_seconds())
         leaving.start()
-        with pytest.raises(RendezvousError, match=r"after 1 s no sign of rank 2\. "):
+        with pytest.raises(RendezvousError, match=r"after 3 s no sign of rank 2\. "):
             found.result(LONG.total_seconds())
     leaving.join(LONG.total_seconds())
 

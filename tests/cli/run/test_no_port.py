@@ -102,7 +102,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = TCPStore(*where, size, is_master=False, timeout=timedelta(seconds=1))
+store = TCPStore(*where, size, is_master=False, timeout=timedelta(seconds=3))
 """
 
 
