@@ -123,6 +123,11 @@ class AskingStore(Store):
         """Do what ``op`` says to ``keys``; the answer has ``values``, a ``number`` and ``keys``."""
         raise NotImplementedError
 
+    def seconds_for(self, op: str, timeout: timedelta | None) -> float:
+        """How long the answer may take; one that no other rank delays always has some time."""
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        return seconds if op in ("get", "wait", "pop") else max(seconds, _MARGIN)
+
     def set(self, key: str, value: str | bytes) -> None:
         """Leave a value."""
         self.ask("set", [key], [_bytes(value)])
@@ -228,8 +233,7 @@ class SocketStore(AskingStore):
         timeout: timedelta | None = None,
     ) -> Answer:
         """Ask the launcher."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        limit = seconds if op in ("get", "wait", "pop") else max(seconds, _MARGIN)
+        limit = self.seconds_for(op, timeout)
         asked = {"type": "AskKeys", "id": 0, "roster": self.attempt, "op": op}
         asked |= {"keys": list(keys), "values": list(values), "number": number}
         try:

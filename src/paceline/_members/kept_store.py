@@ -37,7 +37,7 @@ class KeptStore(AskingStore):
         timeout: timedelta | None = None,
     ) -> KeysAnswer:
         """Ask the keeper."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        seconds = self.seconds_for(op, timeout)
         answer = self._questions.ask(self._roster, op, keys, values, number, seconds)
         found: KeysAnswer = checked(answer, keys, seconds, f"store of roster {self._roster}: ")
         return found
