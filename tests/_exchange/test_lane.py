@@ -84,5 +84,5 @@ def test_ranks_make_their_calls_in_one_order_however_late_one_of_them_is() -> No
         released.set()
         return [future.wait().tolist() for future in futures]
 
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert found == [[number + 0.5, 10.0 * number] for number in range(5)]

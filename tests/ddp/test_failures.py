@@ -86,14 +86,14 @@ def test_after_one_rank_raised_in_forward_all_go_on(
         ddp = DDP(Fallible(), process_group=group, bucket_cap_mb=cap)
         return train(ddp, group.rank(), failing, at)
 
-    check_outcomes(run_ranks(ranks, one_rank, deadline=10), failing)
+    check_outcomes(run_ranks(ranks, one_rank), failing)
 
 
 def test_the_wrapper_free_form_tells_the_others_too() -> None:
     def one_rank(group: Group) -> Outcome:
         return train(replicate(Fallible(), process_group=group), group.rank(), 1, 2)
 
-    check_outcomes(run_ranks(2, one_rank, deadline=10), 1)
+    check_outcomes(run_ranks(2, one_rank), 1)
 
 
 def test_a_failed_forward_is_told_by_its_fields() -> None:
@@ -105,7 +105,7 @@ def test_a_failed_forward_is_told_by_its_fields() -> None:
             assert caught.value.messages == {1: "ValueError in forward: bad batch"}
             assert caught.value.rank == group.rank()
 
-    run_ranks(3, one_rank, deadline=10)
+    run_ranks(3, one_rank)
 
 
 def test_two_ranks_that_fail_are_both_named() -> None:
@@ -116,7 +116,7 @@ def test_two_ranks_that_fail_are_both_named() -> None:
         if group.rank() == 0:
             assert sorted(caught.value.messages) == [1, 2]
 
-    run_ranks(3, one_rank, deadline=10)
+    run_ranks(3, one_rank)
 
 
 def test_all_ranks_may_fail_in_forward() -> None:
@@ -126,7 +126,7 @@ def test_all_ranks_may_fail_in_forward() -> None:
             ddp(data(4, 3), fail=True)
         ddp(data(4, 3)).sum().backward()
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_a_forward_that_fails_where_no_backward_follows_tells_nobody() -> None:
@@ -140,7 +140,7 @@ def test_a_forward_that_fails_where_no_backward_follows_tells_nobody() -> None:
         ddp(data(4, 3, seed=group.rank())).square().sum().backward()
         return grads(ddp)
 
-    first, second = run_ranks(2, one_rank, deadline=10)
+    first, second = run_ranks(2, one_rank)
     assert_close(first, second)
 
 
@@ -154,7 +154,7 @@ def test_a_failed_forward_with_a_communication_hook_is_told() -> None:
         ddp.register_comm_hook(group, hook)
         return train(ddp, group.rank(), 1, 1)
 
-    check_outcomes(run_ranks(2, one_rank, deadline=10), 1)
+    check_outcomes(run_ranks(2, one_rank), 1)
 
 
 def test_a_failed_forward_with_delayed_parameters_is_told() -> None:
@@ -169,7 +169,7 @@ def test_a_failed_forward_with_delayed_parameters_is_told() -> None:
         )
         return train(ddp, group.rank(), 1, 1)
 
-    check_outcomes(run_ranks(2, one_rank, deadline=10), 1)
+    check_outcomes(run_ranks(2, one_rank), 1)
 
 
 def _train_in_process(meeting: Meeting, backend: str, at: int) -> Outcome:
@@ -244,7 +244,7 @@ def test_after_a_backward_failed_halfway_all_go_on(at: int, cap: float | None) -
         ddp = DDP(FailsHalfway(), process_group=group, bucket_cap_mb=cap)
         return train_halfway(ddp, group.rank(), at)
 
-    check_halfway(run_ranks(3, one_rank, deadline=10))
+    check_halfway(run_ranks(3, one_rank))
 
 
 def _halfway_in_process(meeting: Meeting) -> Outcome:
@@ -267,7 +267,7 @@ def test_the_gradients_after_a_failed_step_are_right() -> None:
     expected = mean_grads(
         FailsHalfway(), 2, lambda m, rank: m(data(4, 3, seed=20 + rank)).square().sum()
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_close(found, expected)
 
 
@@ -287,7 +287,7 @@ def test_all_ranks_may_fail_halfway() -> None:
     expected = mean_grads(
         FailsHalfway(), 2, lambda m, rank: m(data(4, 3, seed=rank)).square().sum()
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_close(found, expected)
 
 
@@ -305,7 +305,7 @@ def test_after_a_failed_backward_the_next_may_come_without_a_forward() -> None:
     expected = mean_grads(
         FailsHalfway(), 2, lambda m, rank: m(data(4, 3, seed=rank)).square().sum()
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_close(found, expected)
 
 
@@ -341,7 +341,7 @@ def test_models_that_differ_are_named_on_every_rank() -> None:
             DDP(stack(*sizes), process_group=group)
         return str(caught.value)
 
-    assert all("rank 1 differs from rank 0" in text for text in run_ranks(3, one_rank, deadline=10))
+    assert all("rank 1 differs from rank 0" in text for text in run_ranks(3, one_rank))
 
 
 def test_parameters_in_another_order_are_noticed() -> None:
@@ -351,7 +351,7 @@ def test_parameters_in_another_order_are_noticed() -> None:
         with pytest.raises(ModelMismatchError):
             DDP(model, process_group=group)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def frozen() -> nn.Module:
@@ -409,4 +409,4 @@ def test_a_failure_before_a_sync_batchnorm_layer_is_told() -> None:
         with pytest.raises(ValueError if failing else PeerError, match="bad batch"):
             ddp(data(4, 3), failing).sum().backward()
 
-    run_ranks(3, one_rank, deadline=10)
+    run_ranks(3, one_rank)

@@ -64,7 +64,7 @@ def check_steps(
             found.append(grads(ddp))
         return found
 
-    results = run_ranks(ranks, one_rank, deadline=10)
+    results = run_ranks(ranks, one_rank)
     for step in range(steps):
         expected = mean_grads(make(), ranks, lambda m, rank, step=step: loss(m, step, rank))
         for found in results:
@@ -105,7 +105,7 @@ def test_a_parameter_nobody_uses_keeps_no_gradient(cap: float | None) -> None:
             assert ddp.module.others[1].weight.grad is None
             assert ddp.module.others[0].weight.grad is not None
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 @CAPS
@@ -121,7 +121,7 @@ def test_a_gradient_nobody_adds_to_stays_as_it_was(cap: float | None) -> None:
             kept = name.startswith(("others.1", "others.2"))
             assert torch.equal(before[name], after[name]) == kept
 
-    run_ranks(3, one_rank, deadline=10)
+    run_ranks(3, one_rank)
 
 
 @CAPS
@@ -136,7 +136,7 @@ def test_a_parameter_unused_on_one_rank_gets_the_average_with_zeros(cap: float |
             )
             assert_close(ddp.module.others[1].weight.grad, single["others.1.weight"] * 2 / 3)
 
-    run_ranks(3, one_rank, deadline=10)
+    run_ranks(3, one_rank)
 
 
 class TwoOutputs(nn.Module):
@@ -203,7 +203,7 @@ def test_two_backwards_through_one_forward_add_up() -> None:
         return grads(ddp)
 
     expected = mean_grads(Branches(), 2, lambda m, rank: 2 * m(batch(0, rank)).sum())
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -222,7 +222,7 @@ def test_each_of_several_forwards_may_have_its_own_backward() -> None:
         2,
         lambda m, rank: m(batch(1, rank), (1,)).sum() + m(batch(0, rank), (0,)).square().sum(),
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -301,7 +301,7 @@ def test_autograd_grad_calls_no_collective_and_leaves_grad_alone() -> None:
         single = mean_grads(Branches(), 1, lambda m, _: m(batch(0, group.rank())).square().sum())
         assert_close(mine[1:], tuple(single.values()))
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 @CAPS
@@ -354,7 +354,7 @@ def test_backward_with_create_graph_leaves_averages(cap: float | None, views: bo
             ddp.zero_grad()  # else a cycle stays
         return found
 
-    results = run_ranks(2, one_rank, deadline=10)
+    results = run_ranks(2, one_rank)
     for step in range(3):
         expected = mean_grads(
             stack(3, 5, 1), 2, lambda m, rank, step=step: m(batch(step, rank)).square().sum()
@@ -375,7 +375,7 @@ def test_backward_with_inputs_averages_those_and_leaves_the_rest(cap: float | No
 
     full = mean_grads(Branches(), 2, lambda m, rank: m(batch(0, rank)).square().sum())
     wanted = ("others.0.weight", "first.bias")
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, {n: g if n in wanted else None for n, g in full.items()})
 
 
@@ -392,7 +392,7 @@ def test_backward_to_the_input_alone_calls_no_collective() -> None:
         assert x.grad is not None
         assert all(g is None for g in grads(ddp).values())
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 # Losses that do not come from the output.
@@ -496,7 +496,7 @@ def test_a_gan_of_two_wrapped_models_is_averaged() -> None:
         return train(maker, judge, [group.rank()])
 
     expected = train(stack(3, 4, 3), stack(3, 4, 1, seed=1), [0, 1])
-    for maker, judge in run_ranks(2, one_rank, deadline=10):
+    for maker, judge in run_ranks(2, one_rank):
         assert_same(maker, expected[0])
         assert_same(judge, expected[1])
 
@@ -523,7 +523,7 @@ def test_layers_may_be_frozen_and_thawed_in_training(cap: float | None) -> None:
 
     expected = train(Branches(), [0, 1])
     assert expected[2]["others.1.weight"] is None
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         for mine, single in zip(found, expected, strict=True):
             assert_same(mine, single)
 
@@ -550,7 +550,7 @@ def test_a_judge_may_be_frozen_as_a_whole_while_the_generator_trains(cap: float 
         return train(makes, judges, [group.rank()])
 
     expected = train(stack(3, 4, 3), stack(3, 4, 1, seed=1), [0, 1])
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         for mine, single in zip(found, expected, strict=True):
             assert_same(mine, single)
 
@@ -569,7 +569,7 @@ def test_a_layer_frozen_at_construction_may_be_thawed(cap: float | None) -> None
         return grads(ddp)
 
     expected = mean_grads(Branches(), 2, lambda m, rank: m(batch(2, rank)).square().sum())
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -584,7 +584,7 @@ def test_a_frozen_layer_keeps_the_gradient_it_had() -> None:
             ddp(batch(1, group.rank())).sum().backward()
         assert torch.equal(ddp.module.first.weight.grad, had)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_freezing_between_two_forwards_of_one_backward_is_noticed() -> None:
@@ -608,7 +608,7 @@ def test_freezing_between_two_forwards_of_one_backward_is_noticed() -> None:
             if name.startswith("others.0"):
                 continue  # frozen, and with a gradient of before: averaged or not, as one likes
             total[name] = grad if total.get(name) is None else total[name] + grad  # type: ignore[operator]
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         mine = {n: g for n, g in found.items() if n in total}
         assert_same(mine, {n: None if g is None else g / 2 for n, g in total.items()})
 
@@ -631,7 +631,7 @@ def test_freezing_keeps_the_communication_hook() -> None:
         return len(calls), grads(ddp)
 
     expected = mean_grads(Branches(), 2, lambda m, rank: m(batch(3, rank)).sum())
-    for calls, found in run_ranks(2, one_rank, deadline=10):
+    for calls, found in run_ranks(2, one_rank):
         assert calls == 4
         assert_same(found, expected)
 
@@ -653,7 +653,7 @@ def test_a_static_graph_that_changes_raises_on_every_rank(
         with pytest.raises(GraphChangedError if changed else PeerError, match="static_graph"):
             ddp(batch(1, group.rank()), (0,) if changed else (0, 1, 2)).sum().backward()
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_a_graph_that_changed_on_one_rank_does_not_hang_the_next_step() -> None:
@@ -668,7 +668,7 @@ def test_a_graph_that_changed_on_one_rank_does_not_hang_the_next_step() -> None:
             else:
                 ddp(batch(step, group.rank()), chosen).sum().backward()
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 @CAPS
@@ -695,7 +695,7 @@ def test_a_static_graph_with_accumulation_is_not_taken_for_a_change() -> None:
     expected = mean_grads(
         Branches(), 2, lambda m, rank: m(batch(0, rank), (0,)).sum() + m(batch(1, rank), (0,)).sum()
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(
             {n: g for n, g in found.items() if g is not None and g.any()},
             {n: g for n, g in expected.items() if g is not None},
@@ -722,7 +722,7 @@ def test_strict_wrappers_refuse_the_next_forward_with_torchs_words() -> None:
         assert f"for rank {group.rank()}: 4 5 6 7" in str(caught.value)
 
     with strictness():
-        run_ranks(2, one_rank, deadline=10)
+        run_ranks(2, one_rank)
 
 
 def test_strict_wrappers_take_unused_parameters_when_told_to() -> None:
@@ -760,7 +760,7 @@ def test_a_copy_of_the_model_is_left_alone() -> None:
         own(batch(0, group.rank())).sum().backward()
         assert calls == []
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_late_gradients_of_weighted_ranks_are_divided_as_the_others_are() -> None:
@@ -776,7 +776,7 @@ def test_late_gradients_of_weighted_ranks_are_divided_as_the_others_are() -> Non
             found.append(grads(ddp))
         return found
 
-    results = run_ranks(2, one_rank, deadline=10)
+    results = run_ranks(2, one_rank)
     for step, order in enumerate(orders):
         expected = mean_grads(
             Branches(),
@@ -823,7 +823,7 @@ def test_strict_wrappers_refuse_of_reentrant_checkpoints_what_torch_refuses(
             ddp(x).sum().backward()
 
     with strictness():
-        run_ranks(2, one_rank, deadline=10)
+        run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize(("times", "static"), [(1, False), (2, True)])

@@ -69,7 +69,7 @@ def train(hook: Any, *, steps: int = 3, cap: float | None = TINY, **options: Any
             loss(ddp, group.rank()).backward()
         return grads(ddp)
 
-    return run_ranks(2, one_rank, deadline=10)
+    return run_ranks(2, one_rank)
 
 
 # What a hook is given, and what becomes of its result.
@@ -180,7 +180,7 @@ def test_parameters_that_are_not_used_come_as_zeros(cap: float | None) -> None:
 
     expected = mean_grads(Branches(), 2, lambda m, rank: m(batch(rank), (rank,)).square().sum())
     assert expected["others.2.weight"] is None
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -200,7 +200,7 @@ def test_hooks_go_with_gradient_accumulation() -> None:
     expected = mean_grads(
         Branches(), 2, lambda m, rank: sum(loss(m, 2 * micro + rank) for micro in range(3))
     )
-    for found, _ in run_ranks(2, one_rank, deadline=10):
+    for found, _ in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -222,7 +222,7 @@ def test_hooks_see_sparse_gradients() -> None:
             ddp(torch.tensor([group.rank(), 3])).sum().backward()
         return table.weight.grad.to_dense().any(1)
 
-    for touched in run_ranks(2, one_rank, deadline=10):
+    for touched in run_ranks(2, one_rank):
         assert touched.tolist() == [True, True, False, True, False]
 
 
@@ -334,7 +334,7 @@ def test_torchs_hooks_run_on_threads() -> None:
             loss(ddp, group.rank()).backward()
         return grads(ddp)
 
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, EXPECTED, rtol=1e-2, atol=1e-2)
 
 
@@ -355,7 +355,7 @@ def test_builtin_hooks_average() -> None:
             found.append(grads(ddp))
         return found
 
-    for plain, compressed in run_ranks(2, one_rank, deadline=10):
+    for plain, compressed in run_ranks(2, one_rank):
         assert_same(plain, EXPECTED)
         assert_same(compressed, EXPECTED, rtol=1e-2, atol=1e-2)
 
@@ -499,7 +499,7 @@ def train_with_failures(
                 seen.append(f"{step} {type(error).__name__} {error}")
         return seen, grads(ddp)
 
-    return run_ranks(2, one_rank, deadline=10)
+    return run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -538,7 +538,7 @@ def test_a_failed_pass_ends_only_when_nothing_is_under_way() -> None:
             loss(ddp, group.rank()).backward()
         assert all(work.is_completed() for work in works)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("name", ["raises", "no_future", "failed_future"])
@@ -556,4 +556,4 @@ def test_a_hook_that_fails_on_one_rank_raises_on_every_rank(name: str) -> None:
             loss(ddp, group.rank()).backward()
         return type(caught.value).__name__
 
-    assert run_ranks(2, one_rank, deadline=5)[0] == "PeerError"
+    assert run_ranks(2, one_rank)[0] == "PeerError"

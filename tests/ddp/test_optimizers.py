@@ -74,7 +74,7 @@ def test_optimizers_step_on_bucket_views(name: str, set_to_none: bool) -> None:
         return weights(ddp)
 
     expected = train_alone(OPTIMIZERS[name])
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -88,7 +88,7 @@ def test_gradients_are_the_same_memory_in_every_step() -> None:
             places.append([p.grad.data_ptr() for p in ddp.parameters()])
         assert places[1] == places[2] == places[3]  # the first pass had another layout
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_clipping_sees_the_averages() -> None:
@@ -103,7 +103,7 @@ def test_clipping_sees_the_averages() -> None:
         return weights(ddp)
 
     expected = train_alone(lambda p: torch.optim.SGD(p, lr=0.1), clip=0.1)
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -122,7 +122,7 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks() -> None:
             scaler.update()
         return scaler.get_scale(), weights(ddp)
 
-    (scale, first), (other_scale, second) = run_ranks(2, one_rank, deadline=10)
+    (scale, first), (other_scale, second) = run_ranks(2, one_rank)
     assert scale == other_scale == 2.0
     assert_same(first, second, rtol=0, atol=0)
     assert all(w.isfinite().all() for w in first.values())
@@ -148,7 +148,7 @@ def test_fused_optimizers_step_with_their_buckets(cap: float | None) -> None:
         return weights(ddp)
 
     expected = train_alone(lambda p: torch.optim.AdamW(p, lr=0.1))
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -163,7 +163,7 @@ def test_fused_optimizers_may_have_some_of_the_parameters() -> None:
         return weights(ddp), grads(ddp)
 
     start = weights(Branches())
-    for found, gradients in run_ranks(2, one_rank, deadline=10):
+    for found, gradients in run_ranks(2, one_rank):
         for name, value in found.items():
             assert torch.equal(value, start[name]) == name.startswith("first")
         assert gradients["first.weight"] is not None
@@ -206,7 +206,7 @@ def test_optimizers_in_the_backward_wait_for_late_gradients(kind: str, cap: floa
         stepper.zero_grad()
         ((walk(single, step, 0) + walk(single, step, 1)) / 2).backward()
         stepper.step()
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, weights(single))
 
 
@@ -222,7 +222,7 @@ def test_torchs_optimizers_in_backward_step_on_averages(cap: float | None) -> No
         return weights(ddp)
 
     expected = train_alone(lambda p: torch.optim.SGD(p, lr=0.1))
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -250,7 +250,7 @@ def test_delayed_parameters_are_averaged_too(chosen: str, cap: float | None) -> 
         return weights(ddp)
 
     expected = train_alone(lambda p: torch.optim.SGD(p, lr=0.1))
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -271,7 +271,7 @@ def test_delayed_parameters_follow_into_another_group() -> None:
         return grads(ddp)
 
     expected = mean_grads(Branches(), 2, lambda m, rank: loss(m, 1, rank))
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -297,7 +297,7 @@ def test_ignored_parameters_and_buffers_are_each_ranks_own() -> None:
         group.all_gather(got, model[0].others[0].weight.grad)
         assert torch.equal(*got)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_an_ignored_parameter_may_have_another_shape_on_every_rank() -> None:
@@ -306,7 +306,7 @@ def test_an_ignored_parameter_may_have_another_shape_on_every_rank() -> None:
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["own.0.weight", "own.0.bias"])
         DDP(model, process_group=group)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 # Sparse gradients.
@@ -349,7 +349,7 @@ def test_sparse_gradients_may_be_uneven_and_missing(mixed: bool, cap: float | No
             found.append(grads(ddp))
         return found
 
-    results = run_ranks(2, one_rank, deadline=10)
+    results = run_ranks(2, one_rank)
     for step, rows in enumerate(ROWS):
         expected = mean_grads(
             Table(mixed), 2, lambda m, rank, rows=rows: m(rows[rank]).square().sum()
@@ -398,7 +398,7 @@ def test_sparse_gradients_accumulate() -> None:
     expected = mean_grads(
         Table(), 2, lambda m, rank: sum(m(rows[rank]).square().sum() for rows in ROWS[:2])
     )
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -412,4 +412,4 @@ def test_a_deepcopied_wrapper_steps_on_its_own() -> None:
         assert all(g is None for g in grads(ddp).values())
         assert_close(weights(ddp), before)
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)

@@ -112,7 +112,7 @@ def test_logging_data_names_the_hook_and_the_error() -> None:
         assert found["comm_hook"].endswith("named_hook")
         assert (found["has_error"], found["error"]) == (1, "no luck")
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_times_are_sampled_at_the_rate_that_was_set() -> None:
@@ -159,7 +159,7 @@ def test_a_group_of_others_may_follow(cap: float | None) -> None:
         ddp._update_process_group(group)
         return small, passes(ddp, group.rank())
 
-    results = run_ranks(3, one_rank, deadline=10)
+    results = run_ranks(3, one_rank)
     everybody = mean_grads(Branches(), 3, loss)
     pair = mean_grads(Branches(), 2, loss)
     alone = mean_grads(Branches(), 1, lambda m, _: loss(m, 2))
@@ -184,7 +184,7 @@ def test_members_may_have_had_other_buckets(newcomer: int, cap: float | None) ->
         ddp._update_process_group(group)
         return passes(ddp, rank)
 
-    for found in run_ranks(3, one_rank, deadline=10):
+    for found in run_ranks(3, one_rank):
         assert_same(found, mean_grads(Branches(), 3, loss))
 
 
@@ -198,7 +198,7 @@ def test_gradients_gathered_before_are_averaged_in_the_next_group() -> None:
         return grads(ddp)
 
     expected = mean_grads(Branches(), 2, lambda m, rank: loss(m, rank) + loss(m, rank + 2))
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, expected)
 
 
@@ -211,7 +211,7 @@ def test_a_hook_goes_along_into_another_group() -> None:
         ddp._update_process_group(group)
         return passes(ddp, group.rank())
 
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, mean_grads(Branches(), 2, loss))
 
 
@@ -254,7 +254,7 @@ def test_without_its_hooks_a_wrapper_averages_no_more() -> None:
         assert calls == []
         assert_same(found, mean_grads(Branches(), 1, lambda m, _: loss(m, group.rank())))
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_another_wrapper_may_take_the_model_over() -> None:
@@ -266,7 +266,7 @@ def test_another_wrapper_may_take_the_model_over() -> None:
         second = DDP(model, process_group=group, bucket_cap_mb=TINY)
         return passes(second, group.rank())
 
-    for found in run_ranks(2, one_rank, deadline=10):
+    for found in run_ranks(2, one_rank):
         assert_same(found, mean_grads(Branches(), 2, loss))
 
 
@@ -277,7 +277,7 @@ def test_a_finished_reducer_passes_the_check() -> None:
         passes(ddp, group.rank())
         ddp._check_reducer_finalized()
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)
 
 
 def test_a_strict_reducer_that_missed_parameters_fails_the_check() -> None:
@@ -289,7 +289,7 @@ def test_a_strict_reducer_that_missed_parameters_fails_the_check() -> None:
 
     paceline_ddp.set_strict(True)
     try:
-        run_ranks(2, one_rank, deadline=10)
+        run_ranks(2, one_rank)
     finally:
         paceline_ddp.set_strict(False)
 
@@ -302,7 +302,7 @@ def test_the_used_map_counts_ranks() -> None:
             ddp(data(4, 3), (0, 1) if group.rank() else (0,)).sum().backward()
         return ddp.reducer._get_local_used_map().tolist()
 
-    assert run_ranks(3, one_rank, deadline=10) == [[3, 3, 3, 3, 2, 2, 0, 0]] * 3
+    assert run_ranks(3, one_rank) == [[3, 3, 3, 3, 2, 2, 0, 0]] * 3
 
 
 # Names of parameters.
@@ -392,7 +392,7 @@ def test_the_reducer_knows_whether_the_graph_was_static() -> None:
             found.append(ddp.reducer._ddp_graph_static())
         return found
 
-    assert run_ranks(2, one_rank, deadline=10) == [[True, True, False]] * 2
+    assert run_ranks(2, one_rank) == [[True, True, False]] * 2
 
 
 def test_a_torch_tensor_type_of_gradients_is_kept() -> None:
@@ -401,4 +401,4 @@ def test_a_torch_tensor_type_of_gradients_is_kept() -> None:
         passes(ddp, group.rank())
         assert all(type(p.grad) is torch.Tensor for p in ddp.parameters())
 
-    run_ranks(2, one_rank, deadline=10)
+    run_ranks(2, one_rank)

@@ -47,7 +47,7 @@ def train(steps: int, make: Any) -> list[Any]:
             found.append(grads(ddp))
         return found, state
 
-    return run_ranks(RANKS, one_rank, deadline=15)
+    return run_ranks(RANKS, one_rank)
 
 
 def pairs(group: Group) -> hooks.PostLocalSGDState:
@@ -99,7 +99,7 @@ def test_weights_count_when_the_parameters_are_averaged_later() -> None:
             found.append(grads(ddp))
         return found
 
-    ranks = run_ranks(RANKS, one_rank, deadline=15)
+    ranks = run_ranks(RANKS, one_rank)
     local = [found for found, _ in ranks]
     mean = {name: sum(one[name] for one in local) / RANKS for name in local[0]}
     assert_same(mean, ranks[0][1])

@@ -52,7 +52,7 @@ def averages(steps: int, hook: Any = hooks.powerSGD_hook, ranks: int = 2, **sett
             found.append(ddp.module.weight.grad.clone())
         return found, state
 
-    return run_ranks(ranks, one_rank, deadline=10)
+    return run_ranks(ranks, one_rank)
 
 
 MEAN = (fixed(0) + fixed(1)) / 2

@@ -550,7 +550,7 @@ def test_when_a_rank_fails_all_raise_its_message(
         said = fail_on_rank_one(group, kind, where, steps, several)
         return said, still_works(group)
 
-    found = run_ranks(3, one_rank, deadline=10)
+    found = run_ranks(3, one_rank)
     assert all(works for _, works in found)
     check_failures([said for said, _ in found], where)
 
@@ -571,7 +571,7 @@ def test_between_processes_too(
     where: str, steps: int, backend: str, several: bool, kind: str
 ) -> None:
     arguments = (backend, kind, where, steps, several)
-    check_failures(spawn_ranks(2, fail_between_processes, *arguments, deadline=15), where)
+    check_failures(spawn_ranks(2, fail_between_processes, *arguments), where)
 
 
 def fail_and_end(meeting: Meeting, kind: str) -> str:
@@ -621,7 +621,7 @@ def die_in_step_two(meeting: Meeting, backend: str, kind: str, where: str) -> tu
 @pytest.mark.parametrize("kind", ["plain", "sync"])
 @pytest.mark.parametrize("where", ["forward", "after"])
 def test_a_rank_that_dies_is_named_with_the_step(kind: str, where: str) -> None:
-    first, _, joined = spawn_ranks(3, die_in_step_two, "shm", kind, where, may_die={1}, deadline=15)
+    first, _, joined = spawn_ranks(3, die_in_step_two, "shm", kind, where, may_die={1})
     assert first[0] in (PeerDiedUnjoinedError.__name__, "PeerDiedError")
     assert joined[0] in (PeerDiedUnjoinedError.__name__, "PeerDiedError", "PeerLeftUnjoinedError")
     if kind == "plain":
@@ -655,7 +655,7 @@ def test_layers_called_in_different_orders_are_an_error_on_every_rank() -> None:
             ddp(batch(group.rank(), 0), group.rank()).sum().backward()
         return str(caught.value)
 
-    for said in run_ranks(2, one_rank, deadline=10):
+    for said in run_ranks(2, one_rank):
         assert "different SyncBatchNorm calls" in said
 
 
@@ -670,7 +670,7 @@ def test_a_layer_that_is_called_after_a_failure_says_so() -> None:
             ddp(batch(group.rank(), 1))
         return str(caught.value)
 
-    found = run_ranks(2, one_rank, deadline=10)
+    found = run_ranks(2, one_rank)
     assert "after this rank had run out or failed" in found[1]
 
 
@@ -779,5 +779,5 @@ def test_errors_of_the_engine_are_no_surprise_to_the_layers() -> None:
         return "nothing"
 
     with contextlib.suppress(RanksFailedError):  # what the abort does to the group's end
-        found = run_ranks(2, one_rank, deadline=10)
+        found = run_ranks(2, one_rank)
         assert "nothing" not in found

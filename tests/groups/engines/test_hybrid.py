@@ -459,7 +459,7 @@ def _abort(group: Group) -> GroupError | None:
 
 
 def test_an_abort_frees_the_ranks_of_all_hosts(hosts: Pair) -> None:
-    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=30), deadline=15)
+    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=120), deadline=60)
     for error in (errors[0], errors[2], errors[3]):
         assert isinstance(error, PeerLeftError)
         assert list(error.ranks) == [1]
