@@ -20,7 +20,7 @@ def test_jobs_run_in_the_order_they_came() -> None:
     lane, seen, release = JobLane(), [], threading.Event()
 
     def job(number: int) -> Tensor:
-        release.wait(10)
+        release.wait(60)
         seen.append(number)
         return torch.tensor(number)
 
@@ -64,7 +64,7 @@ def test_the_thread_ends_with_the_lane() -> None:
     assert thread.is_alive()
     del lane
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -105,7 +105,7 @@ def test_keys_are_neither_read_nor_written_without_the_key_file(machines) -> Non
         with socket.create_connection(where, 10) as talk:
             values = (b"y",) if op == "set" else ()
             talk.sendall(pack(AskKeys(1, 0, op, ("secret",), values)))
-            talk.settimeout(10)
+            talk.settimeout(60)
             with contextlib.suppress(ConnectionError):
                 assert talk.recv(100) == b""
     assert second.store.get("secret") == b"x"

@@ -275,7 +275,7 @@ def test_nobody_gets_in_without_a_certificate_or_with_an_older_tls(house, key) -
             socket.create_connection(address, 10) as plain,
             context.wrap_socket(plain) as talk,
         ):
-            talk.settimeout(10)
+            talk.settimeout(60)
             if not talk.recv(1):
                 raise ConnectionResetError
     assert echo.came == 0
@@ -297,7 +297,7 @@ def test_a_talk_that_was_overheard_cannot_be_held_again(house, key) -> None:
     heard, came = bytes(echo.heard), echo.came
     with socket.create_connection(address, 10) as talk:
         talk.sendall(said)
-        talk.settimeout(10)
+        talk.settimeout(60)
         with contextlib.suppress(ConnectionError):
             while talk.recv(65536):
                 pass
@@ -314,7 +314,7 @@ def overhear(address: Address, key: JobKey) -> bytes:
             back = threading.Thread(target=pump, args=(there, here), daemon=True)
             back.start()
             pump(here, there, seen)
-            back.join(10)
+            back.join(60)
             here.close(), there.close()
 
         worker = threading.Thread(target=pass_on, daemon=True)
@@ -322,7 +322,7 @@ def overhear(address: Address, key: JobKey) -> bytes:
         with connect(between.getsockname()[:2], key.identity(AGENT), "echo", 10) as talk:
             talk.sendall(b"good")
             assert talk.recv(4) == b"good"
-        worker.join(10)
+        worker.join(60)
     return bytes(seen)
 
 
@@ -340,7 +340,7 @@ def test_a_pickle_is_not_opened(house, key, tmp_path) -> None:
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
     with socket.create_connection(address, 10) as talk:
         talk.sendall(bomb)
-        talk.settimeout(10)
+        talk.settimeout(60)
         with contextlib.suppress(ConnectionError):
             while talk.recv(4096):
                 pass
@@ -373,7 +373,7 @@ def test_who_pretends_to_be_the_first_host_is_found_out(key, kind) -> None:
         worker.start()
         with pytest.raises(StrangerError):
             connect(fake.getsockname()[:2], key.identity(AGENT), "echo", 1)
-        worker.join(10)
+        worker.join(60)
     assert not heard or heard == [b""]
 
 
@@ -405,7 +405,7 @@ def as_another_user(path: os.PathLike) -> str:
         try:
             os.setgroups([]), os.setgid(65534), os.setuid(65534)
             with socket.socket(socket.AF_UNIX) as talk:
-                talk.settimeout(10)
+                talk.settimeout(60)
                 talk.connect(str(path))
                 os.write(tells, b"hung up" if talk.recv(1) == b"" else b"let in")
         except ConnectionError:

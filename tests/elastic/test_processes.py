@@ -50,7 +50,7 @@ def keeper(
         yield path
     finally:
         over.set()
-        thread.join(5)
+        thread.join(60)
         serving.close()
 
 

@@ -43,7 +43,7 @@ class KeeperAt:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def replace(self) -> None:
         self.kill()
@@ -74,7 +74,7 @@ class KeeperAt:
             member.close()
         for process in filter(None, (self.process, self._standby)):
             process.kill()
-            process.wait(10)
+            process.wait(60)
             if process.stdin and not process.stdin.closed:
                 process.stdin.close()
         self.folder.cleanup()

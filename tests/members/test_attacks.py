@@ -31,7 +31,7 @@ LATE = 5.0  # seconds: less than any deadline that a stranger could make others 
 
 def caller(keeper: KeeperAt) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.connect(keeper.path)
     return connection
 
@@ -61,7 +61,7 @@ print("begun", flush=True)
 while True:
     try:
         with socket.socket(socket.AF_UNIX) as s:
-            s.settimeout(10)
+            s.settimeout(60)
             s.connect(path)
             s.sendall(hello or b"")
             for _ in range(times):
@@ -263,7 +263,7 @@ def test_a_process_that_says_it_is_another_members_is_refused() -> None:
 
 IMPOSTOR = """
 import socket, sys
-s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1])
+s = socket.socket(socket.AF_UNIX); s.settimeout(60); s.connect(sys.argv[1])
 s.sendall(bytes.fromhex(sys.argv[2]))
 print(b"process of its own" in s.recv(1000))
 """
@@ -305,7 +305,7 @@ def test_another_user_is_hung_up_on() -> None:
         Path(keeper.path).chmod(0o666)
         program = (
             "import os, socket, sys; os.setgid(65534); os.setuid(65534);"
-            "s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1]);"
+            "s = socket.socket(socket.AF_UNIX); s.settimeout(60); s.connect(sys.argv[1]);"
             "print(s.recv(1) == b'')"
         )
         said = subprocess.run(

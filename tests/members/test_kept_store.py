@@ -148,7 +148,7 @@ def test_one_that_waits_gets_what_another_leaves(kept: Store) -> None:
     waiter = threading.Thread(target=lambda: got.append(kept.get("later")))
     waiter.start()
     kept.set("later", b"here")
-    waiter.join(5)
+    waiter.join(60)
     assert got == [b"here"]
 
 
@@ -158,7 +158,7 @@ def test_whoever_waits_is_freed_when_a_member_of_the_roster_is_lost() -> None:
         meeting = threading.Thread(target=other.meet, args=(HowFar(), 5))
         meeting.start()
         assert one.meet(HowFar(), 5).members == (0, 1)
-        meeting.join(5)
+        meeting.join(60)
         errors: list[Exception] = []
 
         def wait() -> None:
@@ -171,7 +171,7 @@ def test_whoever_waits_is_freed_when_a_member_of_the_roster_is_lost() -> None:
         started = threading.Event()
         waiter = threading.Thread(target=wait)
         waiter.start()
-        started.wait(5)
+        started.wait(60)
         council.kill(1)
         waiter.join(20)
         assert "roster 1 is given up: member 1 (killed by SIGKILL)" in str(errors[0])

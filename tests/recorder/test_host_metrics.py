@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_answer_leaves_its_numbers(tmp_path, monkeypatch) -
 
     monkeypatch.setattr(host_metrics, "write_whole", write)
     begin("9400")
-    assert written.wait(10)
+    assert written.wait(60)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert set(told(folder)["paceline_steps"]) == {"0"}

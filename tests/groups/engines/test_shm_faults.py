@@ -160,7 +160,7 @@ def outwait_a_stopped_rank(meeting: Meeting) -> str:
     if meeting.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 wakes it up again
     with pytest.raises(CollectiveTimeoutError) as caught:
-        group.all_reduce(torch.ones(4), timeout=1.5 if meeting.rank == 0 else 30.0)
+        group.all_reduce(torch.ones(4), timeout=4.0 if meeting.rank == 0 else 60.0)
     if meeting.rank == 0:
         os.kill(pids[1], signal.SIGCONT)
     assert list(caught.value.ranks) == [1]
@@ -171,7 +171,7 @@ def outwait_a_stopped_rank(meeting: Meeting) -> str:
 
 def test_a_stopped_rank_is_named_at_the_timeout_of_the_call() -> None:
     first, second, third = spawn_ranks(3, outwait_a_stopped_rank)
-    assert "timed out after 1.5 s waiting for rank 1" in first
+    assert "timed out after 4 s waiting for rank 1" in first
     assert "rank 0 gave up waiting for rank 1" in second
     assert "rank 0 gave up waiting for rank 1" in third
 
