@@ -451,6 +451,29 @@ def test_a_worker_that_dies_is_told_and_the_step_is_fetched_again_by_others(tmp_
     one.close()
 
 
+class Who(Noisy):
+    """Samples are the process that fetched them."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [os.getpid()]
+
+
+def test_that_a_worker_died_is_told_where_a_batch_is_taken_and_nowhere_else() -> None:
+    """torch's handler raises wherever the main thread is, such as in a backward pass."""
+    one = loader(dataset=Who(50), num_workers=1, timeout=30)
+    steps = iter(one)
+    worker = numbers(contents(itertools.islice(steps, 1)))[0]
+    os.kill(worker, signal.SIGKILL)
+    ended = os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # SIGCHLD has come, too
+    assert ended is not None
+    torch.ones(2, requires_grad=True).sum().backward()
+    with pytest.raises(WorkerLostError, match="killed by signal"):
+        next(iter(next(steps)))
+    one.seek(0, 1)
+    assert contents(one).keys() == {place for place in contents(loader()) if place[1] >= 1}
+    one.close()
+
+
 def test_what_a_dataset_raises_in_a_worker_comes_out_as_it_is_and_the_step_can_be_retried() -> None:
     class Picky(Noisy):
         def __getitem__(self, index: int) -> list[float]:
@@ -485,10 +508,6 @@ def test_a_forked_child_has_workers_of_its_own_and_leaves_those_of_its_parent_al
 
 
 def test_workers_go_when_the_loader_is_closed_or_forgotten() -> None:
-    class Who(Noisy):
-        def __getitem__(self, index: int) -> list[float]:
-            return [os.getpid()]
-
     one = loader(dataset=Who(50), num_workers=1, timeout=30)
     workers = set(numbers(contents(one)))
     one.close()

@@ -18,7 +18,7 @@ from weakref import WeakMethod
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from .._torch.data import stop_workers
+from .._torch.data import hear_nothing, hearing, stop_workers
 from ..errors import WorkerLostError
 from .randomness import keyed_random
 from .shards import Shard
@@ -137,15 +137,17 @@ class FetchAhead:
 
     def drop(self) -> str:
         """End the workers; the next :meth:`take` starts others. Of one that died, says how."""
+        died = ""
+        try:
+            with hearing(self._batches):
+                pass
+        except RuntimeError as error:
+            died = _death_in(error)
         try:
             stop_workers(self._batches)
-        except RuntimeError as error:  # torch's handler of signals says so wherever it comes
-            if not _death_in(error):
-                raise
-            return _death_in(error)
         finally:
             self._forget()
-        return ""
+        return died
 
     def _forget(self) -> None:
         self._batches, self._loader = iter(()), None
@@ -157,9 +159,11 @@ class FetchAhead:
         if self._loader is None:
             self._loader = data_loader(self._samples, self._asked, self._options)
         self._batches = iter(self._loader)
+        hear_nothing(self._batches)
 
     def _next(self) -> Any:
-        batch = next(self._batches)
+        with hearing(self._batches):  # and nowhere else: not in the midst of a backward pass
+            batch = next(self._batches)
         self._asked.waiting.popleft()
         return batch
 
