@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
@@ -19,6 +20,7 @@ import pytest
 
 from paceline import cli
 
+DEADLINE = 240.0  # seconds for one launch in this process
 # Left over from another launch, these would make a plan of their own.
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
@@ -33,10 +35,33 @@ class Ended:
 def paceline(capsys: pytest.CaptureFixture[str], *arguments: object, **env: str) -> Ended:
     """Run the command line in this process; its ranks are processes all the same."""
     clean = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-    with mock.patch.dict(os.environ, clean | env, clear=True), signals_kept():
+    with mock.patch.dict(os.environ, clean | env, clear=True), signals_kept(), _in_time():
         code = cli.main([str(word) for word in arguments])
     captured = capsys.readouterr()
     return Ended(code, captured.out, captured.err)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Kill ranks that go on after ``DEADLINE``, so that the launcher tells of them and ends."""
+    over = threading.Event()
+
+    def watch() -> None:
+        over.wait(DEADLINE)
+        while not over.wait(0.1):
+            for listing in Path("/proc/self/task").glob("*/children"):
+                with suppress(OSError):
+                    for child in map(int, listing.read_text().split()):
+                        if b"script.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                            os.kill(child, signal.SIGKILL)
+
+    watchdog = threading.Thread(target=watch, name="watchdog")
+    watchdog.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watchdog.join()
 
 
 @contextmanager

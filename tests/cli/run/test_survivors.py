@@ -199,9 +199,10 @@ notes, rank = os.environ["PACELINE_NOTES"], int(os.environ["RANK"])
 """
 FAILS_LATER = """
 if rank == 2:
+    os.symlink(f"/proc/{os.getpid()}", notes + "/process")
     raise ValueError("of its own")
-while not os.path.exists(notes + "/first"):
-    time.sleep(0.01)
+while not os.path.lexists(notes + "/process") or os.path.exists(notes + "/process"):
+    time.sleep(0.01)  # until it has ended, and was told to be the first
 with launcher.going_on(rank, [0, 1, 2], [0, 1]):
     pass
 while os.path.exists(notes + "/first"):  # until the launcher has told that rank 2 is lost
