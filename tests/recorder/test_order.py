@@ -10,6 +10,7 @@ from paceline import DistributedDataParallel, Join, recorder
 from paceline.data import Shard
 from paceline.groups import Group
 from paceline.recorder import events
+from paceline.recorder.comparing import Comparing
 from paceline.recorder.order import Log, Made, Pairing, Swap, log_of
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -79,9 +80,13 @@ def test_each_rank_as_root_in_turn_is_no_swap() -> None:
 # -- ranks ------------------------------------------------------------------------------------
 
 
+PATIENCE = 60.0  # seconds for an answer, which a busy machine delays
+
+
 @pytest.fixture(autouse=True)
-def empty() -> None:
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     events.forget()
+    monkeypatch.setattr(Comparing, "patience", PATIENCE)
 
 
 def swap_in_lines(group: Group) -> None:
@@ -182,6 +187,7 @@ def test_a_log_holds_what_was_called_after_a_number_and_from_where() -> None:
 
 
 def swap_in_process(meeting: Meeting, backend: str, end: str) -> None:
+    Comparing.patience = PATIENCE
     group = meeting.new_group(backend)
     swap_in_lines(group)
     if end == "shutdown":

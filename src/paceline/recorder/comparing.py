@@ -16,11 +16,12 @@ from .order import Pairing, in_words, log_of
 from .peers import Peers
 
 EVERY = 5.0  # seconds between two questions about a group
-AT_END = 0.5  # seconds that the end of a group waits for the answer
 
 
 class Comparing:
     """What a process has compared of its groups' calls."""
+
+    patience = 0.5  # seconds that an answer may take; the end of a group waits so long for it
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -34,23 +35,23 @@ class Comparing:
         for board in boards:
             if board.made and now >= self._due.get(board.number, 0.0):
                 self._due[board.number] = now + EVERY
-                self.compare(board, AT_END)
+                self.compare(board)
         for table in (self._pairings, self._due):
             for number in set(table) - events.boards.keys():
                 table.pop(number, None)
 
-    def compare(self, board: events.Board, patience: float) -> None:
+    def compare(self, board: events.Board) -> None:
         """Compare the calls since the last time with those of the next rank; it may not answer."""
         other = board.rank + 1
         if other >= board.size or board.checks == "off" or not board.peers:
             return
-        if not self._lock.acquire(timeout=patience):
+        if not self._lock.acquire(timeout=self.patience):
             return
         try:
             pairing = self._pairings.setdefault(board.number, Pairing())
             if board.made <= pairing.compared:
                 return
-            theirs = self._peers.log(board, other, pairing.compared, patience)
+            theirs = self._peers.log(board, other, pairing.compared, self.patience)
             if theirs is not None:
                 swap = pairing.compare(log_of(board, pairing.compared), theirs)
                 if swap is not None:

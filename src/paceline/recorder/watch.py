@@ -28,7 +28,7 @@ from ..errors import (
 )
 from . import events
 from .account import Account, account_of, told
-from .comparing import AT_END, Comparing
+from .comparing import Comparing
 from .explain import Explanations, Find, Found
 from .host_metrics import METRICS, begin
 from .peers import peers
@@ -95,7 +95,7 @@ class Watch:
         """A group has ended."""
         self.peers.take_leave(board)
         with contextlib.suppress(Exception):
-            self.comparing.compare(board, AT_END)
+            self.comparing.compare(board)
         thread = self._thread
         if self._stop_if_idle() and thread is not None:
             self.wake()
@@ -122,7 +122,7 @@ class Watch:
         self.explanations.finish(AT_EXIT)
         with contextlib.suppress(Exception):
             for board in [board for board in list(events.boards.values()) if not board.closed]:
-                self.comparing.compare(board, AT_END)
+                self.comparing.compare(board)
         if directory := os.environ.get(RECORD):
             _save(directory)
         with contextlib.suppress(Exception):
