@@ -6,6 +6,8 @@ import socket
 
 import pytest
 
+from paceline.cli import say
+from paceline.cli.run import verdict
 from tests.cli.launches import paceline, start
 
 ENVIRONMENT = """
@@ -128,6 +130,25 @@ def test_stdout_can_be_shown_of_some_ranks_alone_and_stderr_stays(script, capsys
     *lines, last = ended.err.splitlines()
     assert sorted(by_rank("\n".join(lines))) == [0, 1, 2]
     assert "nothing was recorded into" in last, "it made no group"
+
+
+def test_a_rank_that_has_ended_while_another_runs_is_told(
+    script, capsys, tmp_path, monkeypatch
+) -> None:
+    told, note = tmp_path / "told", say.note
+
+    def tell(words: str) -> None:
+        note(words)
+        told.write_text("now")  # rank 1 waits for it
+
+    os.mkfifo(told)
+    monkeypatch.setattr(say, "note", tell)
+    monkeypatch.setattr(verdict, "LONE", 0.0)
+    text = "import os, sys\nif os.environ['RANK'] == '1':\n    open(sys.argv[1]).read()\n"
+    ended = paceline(capsys, "run", "--nproc", 2, script(text), told)
+    assert ended.code == 0
+    lone = "rank 0 ended 0 s ago with exit code 0; rank 1 still runs, maybe waiting for it"
+    assert ended.err == f"paceline: {lone}\n"
 
 
 def test_a_failure_starts_all_ranks_again_as_often_as_asked(script, capsys) -> None:

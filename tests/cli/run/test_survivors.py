@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from paceline.cli.run import verdict
 from paceline.cli.run.survivors import (
     Losses,
     Outlook,
@@ -92,6 +93,9 @@ def test_losses_are_told_in_one_line() -> None:
     assert tell_missing([2], 3, well=True) == (
         "the others have finished without rank 2 of 3, which was lost"
     )
+    assert tell_missing([2, 1], 3, well=False) == (
+        "the others went on for a while without ranks 1, 2 of 3, which were lost"
+    )
 
 
 # -- notes --------------------------------------------------------------------------------------
@@ -175,7 +179,10 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     "backend", [pytest.param("shm", marks=needs_shm), pytest.param("gloo", marks=pytest.mark.slow)]
 )
-def test_survivors_of_a_killed_rank_train_on_and_the_run_ends_well(script, capsys, backend) -> None:
+def test_survivors_of_a_killed_rank_train_on_and_the_run_ends_well(
+    script, capsys, backend, monkeypatch
+) -> None:
+    monkeypatch.setattr(verdict, "LONE", 0.0)  # that it has ended is not told once more
     words = ["--nproc", 3, "--backend", backend, "--patience", 3, "--max-restarts", 1]
     ended = paceline(capsys, "run", *words, script)
     assert ended.code == 0, ended.err

@@ -4,7 +4,15 @@ import doctest
 import signal
 
 from paceline.cli.run import verdict
-from paceline.cli.run.verdict import FailureReport, RankEnding, judge, read_reports, why_again
+from paceline.cli.run.verdict import (
+    LONE,
+    FailureReport,
+    RankEnding,
+    judge,
+    read_reports,
+    tell_lone,
+    why_again,
+)
 
 
 def report(
@@ -90,6 +98,27 @@ def test_a_rank_that_failed_and_had_to_be_stopped_still_has_failed() -> None:
     verdict = judge({0: RankEnding(-9, 9.0, stopped=True)}, {0: report(0, 1.0)}, 1)
     assert verdict is not None
     assert verdict.code == 1
+
+
+def test_ranks_that_have_ended_while_others_run_are_told_after_a_while() -> None:
+    ended = {2: RankEnding(0, 5.0)}
+    assert tell_lone(ended, [0, 1], (), 4.9 + LONE) == ""
+    said = tell_lone(ended, [0, 1], (), 5.0 + LONE)
+    assert said == (
+        "rank 2 ended 10 s ago with exit code 0; ranks 0, 1 still run, maybe waiting for it"
+    )
+    ended[1] = RankEnding(0, 6.0)
+    assert tell_lone(ended, [0], (), 5.0 + LONE) == ""
+    assert tell_lone(ended, [0], (), 6.0 + LONE) == (
+        "ranks 1, 2 ended 10 s ago with exit code 0; rank 0 still runs"
+    )
+    assert tell_lone(ended, [], (), 6.0 + LONE) == ""
+
+
+def test_nobody_waits_for_ranks_that_were_lost_or_left_behind() -> None:
+    ended = {1: RankEnding(-signal.SIGKILL, 5.0), 2: RankEnding(0, 5.0)}
+    assert tell_lone(ended, [0], {1, 2}, 99.0) == ""
+    assert tell_lone(ended, [0], {1}, 99.0).startswith("rank 2 ended")
 
 
 def test_notes_are_read_back_and_unfinished_ones_are_left(tmp_path) -> None:

@@ -34,10 +34,18 @@ from .screen import OutputReader
 from .sessions import members_of
 from .signals import deferred, heeded, signals_noted
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
-from .verdict import LaunchVerdict, RankEnding, describe, judge, read_reports, runs, why_again
+from .verdict import (
+    LaunchVerdict,
+    RankEnding,
+    describe,
+    judge,
+    named,
+    read_reports,
+    tell_lone,
+    why_again,
+)
 
 _KILLED = 2.0  # seconds that the kernel has to end a process that was killed
-_LONE = 10.0  # seconds after which it is said that a rank has ended while others run
 _PAUSE = 0.02
 _INSISTED = 5.0  # seconds after SIGTERM for ranks that have not ended after SIGINT
 
@@ -212,8 +220,9 @@ class Agent(OpenAgent):
         (attempt.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
 
     def _end_those_left_behind(self, ranks: Collection[int]) -> None:
+        it = "it is" if len(ranks) == 1 else "they are"
         say.note(
-            f"the others went on without rank {runs(sorted(ranks))} and have ended; it is ended too"
+            f"the others went on without {named(sorted(ranks))} and have ended; {it} ended too"
         )
         self._end_for_good(ranks)
 
@@ -235,15 +244,13 @@ class Agent(OpenAgent):
 
     def _tell_of_lone_ranks(self) -> None:
         attempt = self.attempt
-        since = max(end.when for end in attempt.endings.values())
-        if not attempt.running or attempt.told_lone or time.monotonic() - since < _LONE:
+        if attempt.told_lone or not attempt.running:
             return
-        attempt.told_lone = True
-        gone, left = sorted(attempt.endings), attempt.running
-        say.note(
-            f"rank {runs(gone)} ended {_LONE:g} s ago with exit code 0; rank {runs(left)} still "
-            f"runs{', maybe waiting for it' if len(gone) == 1 else ''}"
-        )
+        left = without(read_survivors(attempt.notes))
+        words = tell_lone(attempt.endings, attempt.running, left, time.monotonic())
+        if words:
+            attempt.told_lone = True
+            say.note(words)
 
     def _end_lingerers(self) -> None:
         """End ranks whose script has failed and whose process goes on, such as in a lock."""

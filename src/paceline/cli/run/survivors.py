@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from .verdict import runs
+from .verdict import named
 
 
 class Survivor(msgspec.Struct, frozen=True):
@@ -48,14 +48,13 @@ def without(survivors: Survivors) -> set[int]:
 
 def tell_lost(rank: int, size: int, why: str, by: Survivor) -> str:
     """That a rank is lost, and who goes on."""
-    others = f"rank {by.members[0]} goes" if len(by.members) == 1 else ""
-    others = others or f"ranks {runs(sorted(by.members))} go"
+    others = f"{named(sorted(by.members))} go{'es' if len(by.members) == 1 else ''}"
     return f"rank {rank} of {size} is lost{why and f': {why}'}; {others} on without it"
 
 
 def tell_missing(lost: Collection[int], size: int, well: bool) -> str:
     """At the end of a run: whom it went on without."""
-    ranks = f"rank {runs(sorted(lost))} of {size}, which {'was' if len(lost) == 1 else 'were'} lost"
+    ranks = f"{named(sorted(lost))} of {size}, which {'was' if len(lost) == 1 else 'were'} lost"
     return f"the others {'have finished' if well else 'went on for a while'} without {ranks}"
 
 

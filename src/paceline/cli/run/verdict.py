@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 _WIDTH = 240  # characters of another rank's message
+LONE = 10.0  # seconds after which it is said that a rank has ended while others run
 
 
 class FailureReport(msgspec.Struct, frozen=True):
@@ -161,6 +162,26 @@ def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> 
         return words, words
     # That others ended well matters only where the failure is that they were missed.
     return ("ended", "had ended before, with exit code 0") if only_noticed else ("", "")
+
+
+def tell_lone(
+    endings: Mapping[int, RankEnding], running: list[int], without: Collection[int], now: float
+) -> str:
+    """That ranks have ended well while others run, which may wait for them; empty if none has.
+
+    Nobody waits for a rank ``without`` which the others go on.
+    """
+    gone = sorted(rank for rank, end in endings.items() if not end.code and rank not in without)
+    if not gone or not running or now - max(endings[rank].when for rank in gone) < LONE:
+        return ""
+    waiting = ", maybe waiting for it" if len(gone) == 1 else ""
+    left = f"{named(running)} still run{'' if len(running) > 1 else 's'}"
+    return f"{named(gone)} ended {LONE:g} s ago with exit code 0; {left}{waiting}"
+
+
+def named(ranks: list[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2-4``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {runs(ranks)}"
 
 
 def runs(ranks: list[int]) -> str:
