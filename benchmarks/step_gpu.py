@@ -21,11 +21,15 @@ wrapper always has them.
 A block's time is the wall time between two synchronisations of the GPU, by the number of its steps,
 on the slower rank. Ratios are of blocks of the same round: their median, and in brackets the
 quartiles. CPU time is that of all threads of a rank, for one step, on average over the ranks.
+
+**Memory**, before that: each way alone, the most that torch's allocator has handed out by the end
+of some steps, of the rank that has most. What NCCL takes for itself is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -230,16 +234,40 @@ def _time_block(step: Callable[[], None], steps: int, device: str) -> tuple[floa
     return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
 
 
-def run_rank(meeting: Meeting, setting: Setting, rounds: int) -> list[dict[str, Times]]:
-    """Measure every load on this rank: for each, the times of all ways."""
+def weigh(way: str, load: Load, setting: Setting) -> int:
+    """Bytes of the GPU that model, optimizer, gradients and steps take at most; 0 on the CPU."""
+    if setting.device != "cuda":
+        return 0
+    gc.collect()  # the way before
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step = make_step(build(way, setting), load, setting)
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has seen of one load, by way."""
+
+    times: dict[str, Times]
+    memory: dict[str, int]
+
+
+def run_rank(meeting: Meeting, setting: Setting, rounds: int) -> list[Found]:
+    """Measure every load on this rank."""
     if setting.device == "cuda":
         torch.cuda.set_device(meeting.rank % torch.cuda.device_count())
     dist.init_process_group(setting.backend)
     ways = WAYS if meeting.size > 1 else (*WAYS, KEPT)
+    memory = [{way: weigh(way, load, setting) for way in WAYS} for load in setting.loads]
+    gc.collect()
     trained = {way: build(way, setting) for way in ways}
-    found = [measure(trained, load, setting, rounds) for load in setting.loads]
+    times = [measure(trained, load, setting, rounds) for load in setting.loads]
     dist.destroy_process_group()
-    return found
+    return [Found(*found) for found in zip(times, memory, strict=True)]
 
 
 def slowest(by_rank: Sequence[dict[str, Times]]) -> dict[str, Times]:
@@ -270,6 +298,25 @@ def lines_of(load: Load, times: dict[str, Times]) -> list[str]:
         wall, cpu = (f"{digits(1e3 * statistics.median(t))} ms" for t in (own.wall, own.cpu))
         lines.append(row(load if way == PLAIN else "", way, wall, cpu, ratio, aim))
     return lines
+
+
+MEMORY_HEAD = "| tokens | way | peak memory of a rank | over plain | aim |\n|---|---|--:|--:|--:|"
+
+
+def memory_lines(load: Load, memory: dict[str, int]) -> list[str]:
+    lines = []
+    best = min(memory[way] for way in (TORCH, TORCH_VIEWS))
+    for way, own in memory.items():
+        over = "" if way == PLAIN else _mib(own - memory[PLAIN])
+        aim = ""
+        if way == PACELINE:
+            aim = f"{_mib(best)} (torch's best), {'met' if own <= best else 'missed'}"
+        lines.append(row(load if way == PLAIN else "", way, _mib(own), over, aim))
+    return lines
+
+
+def _mib(number: int) -> str:
+    return f"{number / 2**20:.1f} MiB"
 
 
 def _quartiles(numbers: Sequence[float]) -> list[float]:
@@ -304,11 +351,16 @@ def main() -> None:
     log(describe(setting, args.ranks, args.rounds) + "\n")
     by_rank = spawn_ranks(args.ranks, run_rank, setting, args.rounds, deadline=DEADLINE)
     log(HEAD)
-    seconds = {}
+    seconds, memory = {}, {}
     for load, *seen in zip(setting.loads, *by_rank, strict=True):
-        times = slowest(seen)
+        times = slowest([found.times for found in seen])
         seconds[str(load)] = {way: vars(own) for way, own in times.items()}
+        memory[load] = {way: max(found.memory[way] for found in seen) for way in WAYS}
         log("\n".join(lines_of(load, times)))
+    if setting.device == "cuda":
+        log("\n" + MEMORY_HEAD)
+        for load, own in memory.items():
+            log("\n".join(memory_lines(load, own)))
     if args.save is not None:
         everything = {"machine": log.lines[0], "seconds": seconds}
         as_json = args.save.suffix == ".json"
