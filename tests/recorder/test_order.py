@@ -1,5 +1,7 @@
 """Calls of equal kind and size that ranks make in another order: told once, with both lines."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,10 +10,12 @@ from torch import nn
 
 from paceline import DistributedDataParallel, Join, recorder
 from paceline.data import Shard
+from paceline.errors import MismatchError
 from paceline.groups import Group
 from paceline.recorder import events
+from paceline.recorder.account import Told
 from paceline.recorder.comparing import Comparing
-from paceline.recorder.order import Log, Made, Pairing, Swap, log_of
+from paceline.recorder.order import Log, Made, Pairing, Swap, log_of, made
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
@@ -75,6 +79,27 @@ def test_each_rank_as_root_in_turn_is_no_swap() -> None:
     mine = Log([Made("a:1", "broadcast root 0"), Made("a:2", "broadcast root 1")], [(1, 0), (2, 1)])
     them = Log([Made("a:2", "broadcast root 0"), Made("a:1", "broadcast root 1")], [(1, 0), (2, 1)])
     assert Pairing().compare(mine, them) is None
+
+
+def of_size(count: int, line: str = "a:1", kind: str = "all_reduce") -> Made:
+    call = Told(1, kind, f"float32[{count}]", "float32", count, "sum", -1, line, running=False)
+    return made(call)
+
+
+def test_sizes_that_no_engine_can_add_are_told_once_where_the_engine_does_not_check() -> None:
+    mine, theirs = (Log([of_size(n)], [(1, 0), (2, 0)]) for n in (4, 8))
+    assert Pairing(checked=True).compare(mine, theirs) is None
+    pairing = Pairing(checked=False)
+    assert pairing.compare(mine, theirs) == Swap(1, of_size(4), of_size(8))
+    later = (Log(log.kinds, [(3, 0)]) for log in (mine, theirs))
+    assert pairing.compare(*later) is None
+
+
+def test_what_ranks_may_have_unequal_is_not_told() -> None:
+    unequal = (Log([of_size(n, kind="all_gather")], [(1, 0)]) for n in (4, 8))
+    assert Pairing(checked=False).compare(*unequal) is None
+    lines = (Log([of_size(4, line)], [(1, 0)]) for line in ("a:1", "a:2"))
+    assert Pairing(checked=False).compare(*lines) is None
 
 
 # -- ranks ------------------------------------------------------------------------------------
@@ -143,6 +168,39 @@ def test_swapped_calls_are_told_once_with_both_ranks_and_lines(
     first, second = (row.index(f"test_order.py:{line_of(name)}") for name in ("one", "two"))
     assert first < second
     assert [f"paceline: {text}" for _, text in events.notes] == [row]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_unequal_sizes_are_told_of_a_group_that_does_not_check_them(
+    checked: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def one_rank(group: Group) -> None:
+        assert group.board is not None
+        group.board.checked = checked
+        with mock.patch.object(group._engine, "run"):  # as NCCL may do: no error, any numbers
+            for _ in range(3):
+                group.all_reduce(torch.ones(4 + group.rank()))
+        group.barrier()
+
+    run_ranks(2, one_rank)
+    rows = [row for row in capfd.readouterr().err.splitlines() if "not the same" in row]
+    assert len(rows) == (0 if checked else 1)
+    for row in rows:
+        assert row.startswith("paceline: call 1 of the group threads:0,1 is not the same on all")
+        assert "rank 0 called all_reduce SUM of float32[4] at " in row
+        assert "rank 1 called all_reduce SUM of float32[5] at " in row
+        assert "test_order.py:" in row
+
+
+def test_a_call_that_failed_is_not_told_once_more(capfd: pytest.CaptureFixture[str]) -> None:
+    def one_rank(group: Group) -> None:
+        assert group.board is not None
+        group.board.checked = False
+        with pytest.raises(MismatchError):
+            group.all_reduce(torch.ones(4 + group.rank()))
+
+    run_ranks(2, one_rank)
+    assert "not the same on all" not in capfd.readouterr().err
 
 
 def line_of(name: str) -> int:

@@ -93,6 +93,7 @@ class Group(TorchCalls):
             store=lambda: torch_world.store_of(held()),
             traffic=self.traffic,
             announced=_wants_announcing(self.capabilities),
+            checked=self.capabilities.checks_agreement,
         )
         if self.board is not None:
             self.board.marks = getattr(self._engine, "marks", None)  # engines of others have none

@@ -48,7 +48,7 @@ class Comparing:
         if not self._lock.acquire(timeout=self.patience):
             return
         try:
-            pairing = self._pairings.setdefault(board.number, Pairing())
+            pairing = self._pairings.setdefault(board.number, Pairing(board.checked))
             if board.made <= pairing.compared:
                 return
             theirs = self._peers.log(board, other, pairing.compared, self.patience)

@@ -188,6 +188,7 @@ class Board:
         peers: bool = True,
         one_process: bool = False,
         announced: bool = False,
+        checked: bool = True,
     ) -> None:
         self.number = next(_numbers)
         self.group = weakref.ref(group)
@@ -199,6 +200,7 @@ class Board:
         self.peers = peers  # there are other ranks
         self.one_process = one_process  # which are threads of this process
         self.announced = announced  # calls are told to other ranks: a difference may end a process
+        self.checked = checked  # the engine refuses calls that differ between ranks
         self.tell: Callable[[Entry], None] | None = None  # whoever wants to hear of each call
         self.thread = _get_ident()  # that made it, or its latest call: where the rank is
         self.made = 0  # collectives so far

@@ -4,6 +4,9 @@ Two collectives of equal kind and size that one rank calls in another order are 
 error: each engine sees calls that fit together. The lines that made them tell. Different lines
 alone are no mistake (one branch for the root, another for the rest); but where a rank also makes at
 another time what its peer makes now, the two met in the wrong order, as far as anybody can see.
+
+Calls of unequal size or dtype are an error in engines that check it. NCCL does not: it waits, or
+gives numbers that mean nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import msgspec
 
 from . import events
 from .account import Told, told
-from .verdict import rank_name, words
+from .verdict import pattern, rank_name, words
 
+ALIKE = frozenset({"all_reduce", "reduce", "broadcast", "barrier"})  # on all ranks
 FEW = 3  # swaps that are told of a group
 MOST = 512  # kinds of calls, and pairs of them, that are kept for a group
 
@@ -29,6 +33,7 @@ class Made(msgspec.Struct, frozen=True):
     line: str  # train.py:41
     call: str  # all_reduce SUM of float32[4]
     bucket: int = -1
+    pattern: str = ""  # what all ranks must have in common, if that is known
 
     @property
     def same(self) -> tuple[str, str, int]:
@@ -56,7 +61,7 @@ def log_of(board: events.Board, after: int = 0) -> Log:
     for entry in list(events.calls):
         if entry.board is not board or entry.sequence <= after or entry.code is None:
             continue
-        if entry.purpose in events.ANYWHERE:
+        if entry.purpose in events.ANYWHERE or entry.error:  # which has been told
             continue
         place = (entry.code, entry.lasti, entry.kind, entry.reduction, entry.root, entry.bucket)
         key = (*place, entry.shape, entry.dtype)
@@ -70,14 +75,15 @@ def log_of(board: events.Board, after: int = 0) -> Log:
 
 def log_from(calls: Sequence[Told]) -> Log:
     """The log of a rank, from what it has told of its calls."""
-    own = (call for call in calls if call.purpose not in events.ANYWHERE)
+    own = (call for call in calls if call.purpose not in events.ANYWHERE and not call.error)
     lined = [call for call in own if call.sequence and call.line]
     return Log([made(c) for c in lined], [(c.sequence, at) for at, c in enumerate(lined)])
 
 
 def made(call: Told) -> Made:
     """What kind of call it was."""
-    return Made(call.line, words(call), call.bucket)
+    own = repr(pattern(call)) if call.operation in ALIKE else ""
+    return Made(call.line, words(call), call.bucket, own)
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,18 @@ class Swap:
     mine: Made
     theirs: Made
 
+    @property
+    def is_unfit(self) -> bool:
+        """Whether no engine can make one collective of them."""
+        known = self.mine.pattern and self.theirs.pattern
+        return bool(known) and self.mine.pattern != self.theirs.pattern
+
 
 @dataclass(eq=False)
 class Pairing:
     """Which calls of two ranks met, since their group was made."""
 
+    checked: bool = True  # the engine refuses calls that do not fit together
     compared: int = 0  # the last call that was looked at
     _mine: set[tuple[str, str, int]] = field(default_factory=set)
     _theirs: set[tuple[str, str, int]] = field(default_factory=set)
@@ -120,14 +133,22 @@ class Pairing:
         for seen, kind in ((self._mine, pair.mine), (self._theirs, pair.theirs)):
             if len(seen) < MOST:
                 seen.add(kind.same)
-        if pair.mine.place != pair.theirs.place and len(self._differing) < MOST:
+        differs = pair.mine.place != pair.theirs.place or self._is_unfit(pair)
+        if differs and len(self._differing) < MOST:
             lines = _lines(pair)
             if lines not in self._told and lines[::-1] not in self._told:
-                self._differing.setdefault(lines, pair)
+                known = self._differing.setdefault(lines, pair)
+                if self._is_unfit(pair) and not self._is_unfit(known):
+                    self._differing[lines] = pair
+
+    def _is_unfit(self, pair: Swap) -> bool:
+        return not self.checked and pair.is_unfit
 
     def _is_wrong(self, pair: Swap) -> bool:
         if _lines(pair)[::-1] in self._told:  # the same two, the other way round
             return False
+        if self._is_unfit(pair):
+            return True
         return pair.theirs.same in self._mine or pair.mine.same in self._theirs
 
 
@@ -138,10 +159,20 @@ def _lines(pair: Swap) -> tuple[str, str]:
 def in_words(swap: Swap, board: events.Board, other: int) -> str:
     """What to tell the user; ``other`` is the rank that was compared with."""
     me, them = (rank_name(board.members, rank) for rank in (board.rank, other))
+    both = (
+        f"{me} called {swap.mine.call} at {swap.mine.line}, {them} called {swap.theirs.call} at "
+        f"{swap.theirs.line}"
+    )
+    if swap.is_unfit and not board.checked:
+        return (
+            f"call {swap.sequence} of the group {board.name} is not the same on all ranks: {both}. "
+            f"{board.backend} does not check this: it waits, or gives wrong numbers. All ranks "
+            "must call it with the same reduction, size, dtype and root. Make the group with "
+            'checks="strict" to get an error before that.'
+        )
     return (
-        f"call {swap.sequence} of the group {board.name} was made from different lines: {me} "
-        f"called {swap.mine.call} at {swap.mine.line}, {them} called {swap.theirs.call} at "
-        f"{swap.theirs.line}, and each line is also called at another time. If these are two "
+        f"call {swap.sequence} of the group {board.name} was made from different lines: {both}, "
+        "and each line is also called at another time. If these are two "
         "different collectives, each got the other's numbers: all ranks must call them in the same "
         'order. Make the group with checks="strict" to get an error before that, or with '
         'checks="off" if it is meant so.'

@@ -290,10 +290,13 @@ def _accounts(said: Said) -> Iterator[tuple[int, Account]]:
 
 def same(mine: Told, theirs: Told) -> bool:
     """Whether two calls fit together."""
-    alike = (mine.operation, mine.reduction, mine.root, mine.dtype)
-    if alike != (theirs.operation, theirs.reduction, theirs.root, theirs.dtype):
-        return False
-    return mine.operation in _UNEVEN or mine.count == theirs.count
+    return pattern(mine) == pattern(theirs)
+
+
+def pattern(call: Told) -> tuple[str, str, int, str, int]:
+    """What calls that fit together have in common."""
+    count = 0 if call.operation in _UNEVEN else call.count
+    return call.operation, call.reduction, call.root, call.dtype, count
 
 
 def first_skipped(mine: Sequence[Went], theirs: Sequence[Went], *, last: bool) -> Went | None:
