@@ -274,7 +274,7 @@ def _train_with_torchs_hooks(meeting: Meeting, backend: str) -> dict[str, Grads]
 
 @pytest.mark.parametrize("backend", ["stock gloo", "shm", "gloo"])
 def test_torchs_hooks_average(backend: str) -> None:
-    for results in spawn_ranks(2, _train_with_torchs_hooks, backend, deadline=30):
+    for results in spawn_ranks(2, _train_with_torchs_hooks, backend, deadline=120):
         for name, (_, _, tolerance) in HOOKS.items():
             assert_same(results[name], EXPECTED, rtol=tolerance, atol=tolerance)
 

@@ -31,7 +31,7 @@ from .runs import dataset, require_equal, train
 from .test_processes import die, keeper, undisturbed
 
 pytestmark = [needs_shm, pytest.mark.slow]
-DEADLINE = 60.0  # seconds
+DEADLINE = 180.0  # seconds
 
 
 def await_file(path: Path) -> str:

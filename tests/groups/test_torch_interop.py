@@ -309,7 +309,7 @@ def waits_where_torch_asks(meeting: Meeting) -> tuple[str, list[int]]:
 
 
 def test_torchs_monitored_barrier_takes_our_groups_and_names_who_is_missing() -> None:
-    assert spawn_ranks(2, waits_where_torch_asks, deadline=60) == [
+    assert spawn_ranks(2, waits_where_torch_asks, deadline=180) == [
         ("paceline", [1]),
         ("paceline", []),
     ]

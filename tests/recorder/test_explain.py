@@ -30,7 +30,7 @@ from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 from tests.recorder.patience import be_patient
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 TEXT = "it was the cat"
 
 

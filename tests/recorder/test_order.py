@@ -20,7 +20,7 @@ from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 SUM = "all_reduce SUM of float32[4]"
 
 

@@ -17,7 +17,7 @@ from paceline.groups import Group
 from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from tests.recorder import bugs
 from tests.recorder.bugs import line
 from tests.recorder.patience import be_patient
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 WARNING = 0.4  # seconds
 
 

@@ -25,7 +25,7 @@ from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.recorder.patience import be_patient
 from tests.waiting import until
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 @pytest.fixture(autouse=True)

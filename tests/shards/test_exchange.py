@@ -109,7 +109,7 @@ def with_threads(meeting: Meeting) -> str:
 
 
 def test_ranks_with_different_numbers_of_threads_are_refused() -> None:
-    for said in spawn_ranks(2, with_threads, deadline=60):
+    for said in spawn_ranks(2, with_threads, deadline=180):
         assert "rank 0 has 1; rank 1 has 2" in said
 
 
@@ -128,7 +128,7 @@ def dies(meeting: Meeting) -> str:
 
 def test_a_rank_that_dies_in_a_shard_is_noticed_at_the_end_of_the_step() -> None:
     with pytest.raises(Exception) as caught:
-        spawn_ranks(2, dies, deadline=60)
+        spawn_ranks(2, dies, deadline=180)
     assert PeerDiedError.__name__ in str(caught.value)
 
 
