@@ -19,6 +19,7 @@ from paceline.recorder.order import Log, Made, Pairing, Swap, log_of, made
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
+from tests.recorder.patience import be_patient
 
 DEADLINE = 180.0
 SUM = "all_reduce SUM of float32[4]"
@@ -245,7 +246,7 @@ def test_a_log_holds_what_was_called_after_a_number_and_from_where() -> None:
 
 
 def swap_in_process(meeting: Meeting, backend: str, end: str) -> None:
-    Comparing.patience = PATIENCE
+    be_patient(PATIENCE)
     group = meeting.new_group(backend)
     swap_in_lines(group)
     if end == "shutdown":
