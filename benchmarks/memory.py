@@ -41,8 +41,8 @@ from unittest import mock
 import step as steps
 import torch
 import torch.distributed as dist
-from report import Log, describe_machine, digits, row
-from step import Block, Times, show_mib
+from report import Log, describe_machine, digits, row, show_mib
+from step import Block, Times
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

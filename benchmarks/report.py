@@ -46,3 +46,7 @@ class Log:
     def __call__(self, text: str = "") -> None:
         self.lines.append(text)
         print(text, flush=True)
+
+
+def show_mib(size: float) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

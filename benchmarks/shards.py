@@ -43,9 +43,9 @@ import step as steps
 import torch
 import torch.distributed as dist
 from chargpt import CharGPT, batches, loss_of
-from report import Log, describe_machine, digits, row
+from report import Log, describe_machine, digits, row, show_mib
 from shards_picture import Curve, draw
-from step import DEADLINE, Block, Times, show_mib
+from step import DEADLINE, Block, Times
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from wire_link import Host, Link, lay_cable, unable

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from report import Log, describe_machine, digits, row
+from report import Log, describe_machine, digits, row, show_mib
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -313,10 +313,6 @@ def memory_lines(name: str, memory: dict[str, tuple[float, float]]) -> list[str]
         title = MODELS[name].title if way == next(iter(memory)) else ""
         lines.append(row(title, way, show_mib(own), over_local, show_mib(resident), aim))
     return lines
-
-
-def show_mib(size: float) -> str:
-    return f"{size / (1 << 20):.1f} MiB"
 
 
 def read_arguments() -> argparse.Namespace:

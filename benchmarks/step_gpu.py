@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from report import Log, describe_machine, digits, row
+from report import Log, describe_machine, digits, row, show_mib
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -307,16 +307,12 @@ def memory_lines(load: Load, memory: dict[str, int]) -> list[str]:
     lines = []
     best = min(memory[way] for way in (TORCH, TORCH_VIEWS))
     for way, own in memory.items():
-        over = "" if way == PLAIN else _mib(own - memory[PLAIN])
+        over = "" if way == PLAIN else show_mib(own - memory[PLAIN])
         aim = ""
         if way == PACELINE:
-            aim = f"{_mib(best)} (torch's best), {'met' if own <= best else 'missed'}"
-        lines.append(row(load if way == PLAIN else "", way, _mib(own), over, aim))
+            aim = f"{show_mib(best)} (torch's best), {'met' if own <= best else 'missed'}"
+        lines.append(row(load if way == PLAIN else "", way, show_mib(own), over, aim))
     return lines
-
-
-def _mib(number: int) -> str:
-    return f"{number / 2**20:.1f} MiB"
 
 
 def _quartiles(numbers: Sequence[float]) -> list[float]:

@@ -37,8 +37,8 @@ from typing import Any
 import step as steps
 import torch
 import torch.distributed as dist
-from report import Log, describe_machine, digits, row
-from step import MODELS, Block, Times, show_mib
+from report import Log, describe_machine, digits, row, show_mib
+from step import MODELS, Block, Times
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

@@ -146,7 +146,7 @@ def _tell_others(
         lines.setdefault(fate, line)
     for fate, ranks in fates.items():
         if fate:
-            yield f"{noun if len(ranks) == 1 else f'{noun}s'} {runs(ranks)} {lines[fate]}"
+            yield f"{named(ranks, noun)} {lines[fate]}"
 
 
 def _fate(end: RankEnding, report: FailureReport | None, only_noticed: bool) -> tuple[str, str]:
@@ -179,9 +179,9 @@ def tell_lone(
     return f"{named(gone)} ended {LONE:g} s ago with exit code 0; {left}{waiting}"
 
 
-def named(ranks: list[int]) -> str:
+def named(ranks: list[int], noun: str = "rank") -> str:
     """``rank 3``, or ``ranks 0, 2-4``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {runs(ranks)}"
+    return f"{noun}{'s' if len(ranks) > 1 else ''} {runs(ranks)}"
 
 
 def runs(ranks: list[int]) -> str:
