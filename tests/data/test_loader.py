@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -424,24 +427,36 @@ def test_a_state_saved_while_workers_are_ahead_is_that_of_the_steps_given_out() 
 
 
 class Deadly(Noisy):
-    """Fetching a sample kills the worker, once."""
+    """Fetching a sample ends the worker, once."""
 
-    def __init__(self, length: int, mark: str) -> None:
+    def __init__(self, length: int, mark: str, end: Callable[[], None]) -> None:
         super().__init__(length)
-        self.mark = mark
+        self.mark, self.end = mark, end
 
     def __getitem__(self, index: int) -> list[float]:
         if index == 17 and not os.path.exists(self.mark):
             open(self.mark, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
         return super().__getitem__(index)
 
 
-def test_a_worker_that_dies_is_told_and_the_step_is_fetched_again_by_others(tmp_path: Any) -> None:
-    dataset = Deadly(50, str(tmp_path / "dead"))
-    one = loader(dataset=dataset, num_workers=2, timeout=30)
+@pytest.mark.parametrize("timeout", [0, 30])
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (partial(signal.raise_signal, signal.SIGKILL), "was killed by signal 9 (Killed)"),
+        (partial(os._exit, 3), "ended with exit code 3"),
+        (partial(os._exit, 0), "ended with exit code 0"),  # of which torch's handler says nothing
+    ],
+    ids=["killed", "failed", "ended"],
+)
+def test_a_worker_that_dies_is_told_and_the_step_is_fetched_again_by_others(
+    end: Callable[[], None], told: str, timeout: float, tmp_path: Path
+) -> None:
+    dataset = Deadly(50, str(tmp_path / "dead"), end)
+    one = loader(dataset=dataset, num_workers=2, timeout=timeout)
     steps = iter(one)
-    with pytest.raises(WorkerLostError) as caught:
+    with pytest.raises(WorkerLostError, match=re.escape(told)) as caught:
         contents(steps)
     lost = caught.value
     assert (lost.rank, lost.epoch, lost.step) == (0, 0, one.state_dict()["step"] - 1)

@@ -18,7 +18,7 @@ from weakref import WeakMethod
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from .._torch.data import hear_nothing, hearing, stop_workers
+from .._torch.data import hear_while_waiting, refuse_dead, stop_workers
 from ..errors import WorkerLostError
 from .randomness import keyed_random
 from .shards import Shard
@@ -139,8 +139,7 @@ class FetchAhead:
         """End the workers; the next :meth:`take` starts others. Of one that died, says how."""
         died = ""
         try:
-            with hearing(self._batches):
-                pass
+            refuse_dead(self._batches)
         except RuntimeError as error:
             died = _death_in(error)
         try:
@@ -159,11 +158,11 @@ class FetchAhead:
         if self._loader is None:
             self._loader = data_loader(self._samples, self._asked, self._options)
         self._batches = iter(self._loader)
-        hear_nothing(self._batches)
+        hear_while_waiting(self._batches)
 
     def _next(self) -> Any:
-        with hearing(self._batches):  # and nowhere else: not in the midst of a backward pass
-            batch = next(self._batches)
+        refuse_dead(self._batches)
+        batch = next(self._batches)
         self._asked.waiting.popleft()
         return batch
 

@@ -31,7 +31,7 @@ from .threads import in_thread
 ASKED_AT_MOST = 128  # ranks that one rank asks
 LEFT_TOLD = 16  # peers that a rank tells what it is about to call, and that it leaves
 AHEAD_TOLD = 2  # of these, on other hosts: what it is about to call; each is a handshake of TLS
-LEAVING = 0.3  # seconds to find out who they are, if that is not known by then
+LEAVING = 1.0  # seconds to find out who they are, if that is not known by then
 READING = 1.0  # seconds, at most, until letters that have come are read
 ARRIVING = 0.5  # seconds that a letter from another host may be behind the end of its writer
 KINDS = 64  # of calls that are announced, and kept

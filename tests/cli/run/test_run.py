@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli import say
 from paceline.cli.run import verdict
-from tests.cli.launches import paceline, start
+from tests.cli.launches import DEADLINE, paceline, start
 
 ENVIRONMENT = """
 import json, os, sys
@@ -88,6 +88,7 @@ def test_without_a_number_there_is_a_rank_for_each_core_and_that_is_said(
 ) -> None:
     monkeypatch.setattr("paceline.cli.machine.cores", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(verdict, "LONE", DEADLINE)  # one may end long after the other
     ended = paceline(capsys, "run", script("print('here')"))
     assert sorted(ended.out.splitlines()) == ["[0] here", "[1] here"]
     assert ended.err == "paceline: 2 ranks, one for each core (torch sees no GPU)\n"
