@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline import recorder
-from paceline.recorder import events
+from paceline.recorder import comparing, events
 from paceline.recorder.watch import watch
+from paceline.testing import Meeting, spawn_ranks
 from tests.ddp.toys import fill
 from tests.recorder.patience import be_patient
 
+from .machine import Machine, here
 from .scene import Scene, on_ranks
 
 
@@ -134,3 +139,44 @@ def test_a_wrapped_model_s_device_that_does_not_come_to_an_average_is_named(scen
     if scene.rank == 0:
         assert ear.heard.is_set(), ear.said
         assert "its device is still busy" in ear.said
+
+
+# Calls that do not fit together. Processes of their own: who knows what becomes of such a call?
+
+
+def _sum_unlike(meeting: Meeting, machine: Machine, shapes: Any, folder: Path) -> None:
+    """Write down what this rank hears of an all-reduce that is another one on each rank."""
+    be_patient(PATIENCE)
+    comparing.EVERY = 0.1
+    ear = Ear("is not the same on all ranks")
+    with Scene.opened(meeting, machine) as scene, contextlib.redirect_stderr(ear):
+        group = scene.new_group(backend=machine.torch_backend)
+        group.all_reduce(torch.ones(4, device=scene.device))
+        scene.wait()
+        size, dtype = shapes[scene.rank]
+        group.all_reduce(torch.ones(size, dtype=dtype, device=scene.device), async_op=True)
+        store = meeting.store(timedelta(seconds=2 * PATIENCE))
+        if scene.rank == 0:
+            ear.heard.wait(PATIENCE)
+            (folder / "said").write_text(ear.said)
+            store.set("heard", "yes")
+        store.wait(["heard"])
+        os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "other", [(8, torch.float32), (1 << 20, torch.float32), (4, torch.float16)], ids=str
+)
+def test_unequal_sizes_are_told_with_both_lines_whatever_the_engine_makes_of_them(
+    other: tuple[int, torch.dtype], tmp_path: Path
+) -> None:
+    machine, shapes = here(), [(4, torch.float32), other]
+    if machine.torch_backend == "gloo" and other[0] == 8:
+        pytest.skip("gloo ends the process")
+    env = machine.environment(2)
+    spawn_ranks(2, _sum_unlike, machine, shapes, tmp_path, deadline=120, may_die=[0, 1], env=env)
+    said = (tmp_path / "said").read_text()
+    assert "call 2 of the group" in said
+    assert "rank 0 called all_reduce SUM of float32[4] at " in said
+    assert f"rank 1 called all_reduce SUM of {str(other[1])[6:]}[{other[0]}] at " in said
+    assert "test_recorder.py:" in said
