@@ -24,10 +24,16 @@ from torch.distributed import TCPStore
 from paceline._doors import SIDE_DOOR, SideDoor
 from paceline.recorder import channel, places
 from paceline.recorder import listener as listening
-from paceline.recorder.channel import ask, tell
+from paceline.recorder.channel import tell
 from paceline.recorder.listener import Listener
 from paceline.recorder.places import Address, network
 from paceline.testing import Meeting, spawn_ranks
+
+PATIENCE = 60.0  # seconds: the machine may be busy
+
+
+def ask(address: Address, question: bytes, patience: float = PATIENCE) -> bytes:
+    return channel.ask(address, question, patience)
 
 
 class Office:
@@ -53,6 +59,12 @@ class Office:
         talk = socket.socket(socket.AF_UNIX)
         talk.connect(self.listener.path)
         return talk
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(channel, "TELLING", PATIENCE)
 
 
 @pytest.fixture(params=["folder", "nameless", "port"])
@@ -184,10 +196,9 @@ def test_when_there_are_too_many_strangers_the_oldest_goes_first(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "CALLERS", 4)
-    monkeypatch.setattr(listening, "PATIENCE", 60.0)
     slow = strangers(office, 12)
     assert ask(office.address, b"still there?") == b"answer to still there?"
-    slow[0].settimeout(30)
+    slow[0].settimeout(PATIENCE)
     slow[0].recv(16)
     with contextlib.suppress(ConnectionError):  # what it said was not all read
         assert slow[0].recv(1) == b"", "it was hung up on"
@@ -195,7 +206,10 @@ def test_when_there_are_too_many_strangers_the_oldest_goes_first(
         talk.close()
 
 
-def test_a_stranger_that_says_a_little_all_the_time_is_hung_up_on(office: Office) -> None:
+def test_a_stranger_that_says_a_little_all_the_time_is_hung_up_on(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "PATIENCE", 1.0)
     with office.knock() as talk:
         talk.settimeout(0.05)
         began = time.monotonic()
@@ -235,7 +249,6 @@ def test_a_listener_that_says_a_little_all_the_time_is_given_up() -> None:
 def test_more_ranks_than_are_answered_at_once_are_all_answered(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "PATIENCE", 60.0)  # the machine may be busy
     with ThreadPoolExecutor(4 * listening.AT_ONCE) as pool:
         asked = [pool.submit(ask, office.address, b"%d" % n, 30.0) for n in range(100)]
         assert [a.result() for a in asked] == [b"answer to %d" % n for n in range(100)]

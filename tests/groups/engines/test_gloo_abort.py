@@ -17,7 +17,7 @@ FAR = timedelta(minutes=5)
 
 
 def _wait_in_vain(group: Group, size: int) -> float:
-    """Wait for a rank that does not come, until somebody ends it; how long that took."""
+    """Wait for a rank that does not come, until somebody ends it; when that was."""
     try:
         group.all_reduce(torch.ones(size))
     except RuntimeError:
@@ -43,7 +43,7 @@ def _one_aborts(meeting: Meeting, size: int) -> float:
 def test_one_rank_that_aborts_frees_those_that_wait_on_others() -> None:
     for size in (1, 1 << 20):
         *freed, aborted = spawn_ranks(4, _one_aborts, size)
-        assert max(freed) - aborted < 1.0
+        assert max(freed) - aborted < FAR.total_seconds() / 2
 
 
 def _each_aborts_itself(meeting: Meeting) -> bool:

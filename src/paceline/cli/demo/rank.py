@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class TrainingOutcome:
 
 def run_rank(meeting: Meeting, plan: DemoPlan) -> TrainingOutcome:
     """Train, compare, and say how it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the demo, which ends its ranks
     torch.set_num_threads(plan.threads)
     task = TASKS[plan.task]()
     with Teller(plan.address) as teller, meeting.new_group(plan.backend) as group:
