@@ -60,7 +60,7 @@ def test_one_that_trains_is_killed_when_it_is_time_and_never_the_last() -> None:
         found.pids = {0: child.pid, 1: child.pid}
         killer = Killer(found, every=5.0)
         killer.look(100.0)  # at once when two train
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(120) == -signal.SIGKILL
         assert len(found.killed) == 1
         killer.look(200.0)
         assert len(found.killed) == 1
@@ -79,7 +79,7 @@ def test_somebody_is_killed_in_a_run_that_is_over_before_it_is_time() -> None:
         found.pids[1] = child.pid
         found.steps = 3 * found.step
         killer.look(101.0)
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(120) == -signal.SIGKILL
         assert len(found.killed) == 1
     finally:
         child.kill()

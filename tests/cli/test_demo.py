@@ -173,7 +173,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     with TalkListener(hear) as listener, Teller(listener.address) as teller:
         for message in sent:
             teller.tell(message)
-        assert arrived.wait(30)
+        assert arrived.wait(120)
     assert heard == sent
 
 

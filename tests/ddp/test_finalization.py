@@ -79,7 +79,7 @@ def test_backward_returns_before_another_rank_has_come_to_its_own() -> None:
     def one_rank(group: Group) -> None:
         ddp = manual(group)
         if group.rank() == 1:
-            assert gone.wait(20)  # rank 0 is through with its backward pass by then
+            assert gone.wait(120)  # rank 0 is through with its backward pass by then
         backward(ddp, group)
         if group.rank() == 0:
             gone.set()
@@ -97,7 +97,7 @@ def test_all_is_sent_by_the_time_backward_returns() -> None:
         for step in range(3):
             backward(ddp, group, step)
             if step == 2 and group.rank() == 0:
-                assert sent[1].wait(20)  # rank 1 has its averages, and this one did not wait
+                assert sent[1].wait(120)  # rank 1 has its averages, and this one did not wait
             ddp.finalize_backward()
             ddp.zero_grad()
             if step == 2:

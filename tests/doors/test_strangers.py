@@ -69,7 +69,7 @@ def attacked(kind: Callable, address: Address, key: JobKey) -> Iterator[None]:
         yield
     finally:
         over.set()
-        attacker.join(30)
+        attacker.join(120)
         assert attacker.exitcode == 0
         attacker.close()
 

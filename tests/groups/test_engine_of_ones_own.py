@@ -38,7 +38,7 @@ from tests.ddp.ranks import batch, grads_of, mean_grads, mlp, seeded
 
 from .reference import check_all_collectives
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=120)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 STEPS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

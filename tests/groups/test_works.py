@@ -22,7 +22,7 @@ from tests.marks import needs_shm
 from tests.waiting import until
 
 pytestmark = needs_shm
-LONG = 20.0  # seconds: nothing here takes so long unless it hangs
+LONG = 120.0  # seconds: nothing here takes so long unless it hangs
 
 
 def ranks(meeting: Meeting) -> Group:

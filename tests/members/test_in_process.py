@@ -13,7 +13,7 @@ from paceline.errors import JobEndedError, MeetingTimeoutError, MembershipError
 
 def on_threads(*calls: Callable[[], object]) -> list:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [one.result(20) for one in [pool.submit(call) for call in calls]]
+        return [one.result(120) for one in [pool.submit(call) for call in calls]]
 
 
 def meet_all(members: list[ThreadMember], steps: int = -1, why: str = "") -> list:

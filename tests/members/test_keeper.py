@@ -76,7 +76,7 @@ def test_a_meeting_goes_on_with_the_next_keeper() -> None:
         assert heard.get(timeout=60).kind == "lost"  # so the keeper knows that one has come
         keeper.replace()
         assert members[1].meet(HowFar(3, why="lost"), 20).members == (0, 1)
-        first.join(20)
+        first.join(120)
 
 
 def test_one_that_waits_for_a_key_waits_on_with_the_next_keeper() -> None:
@@ -88,7 +88,7 @@ def test_one_that_waits_for_a_key_waits_on_with_the_next_keeper() -> None:
         members[1].store(1).set("another", "x")
         keeper.replace()
         members[1].store(1).set("later", "here")
-        waiter.join(20)
+        waiter.join(120)
         assert got == [b"here"]
 
 
@@ -112,7 +112,7 @@ def test_a_sum_is_added_once_however_often_the_keeper_is_killed() -> None:
             keeper.replace()
             kills += 1
         for thread in adding:
-            thread.join(30)
+            thread.join(120)
         assert kills >= 1
         assert members[0].store(1).get("sum") == b"600"
 
@@ -134,12 +134,12 @@ def test_a_number_is_not_given_again_by_the_next_keeper() -> None:
 def test_without_a_keeper_a_member_ends_within_its_deadline() -> None:
     with KeeperAt("--first", "2") as keeper:
         keeper.join()  # so it listens
-        member = keeper.join(within=3)
+        member = keeper.join(within=8)
         keeper.kill()
         begun = time.monotonic()
         with pytest.raises(KeeperLostError, match="nobody has answered"):
-            member.meet(HowFar(), 60)
-        assert time.monotonic() - begun < 30, "not at the timeout of a minute"
+            member.meet(HowFar(), 600)
+        assert time.monotonic() - begun < 300, "not at the timeout of ten minutes"
 
 
 def test_connecting_where_nobody_listens_ends_within_its_deadline(tmp_path: Path) -> None:

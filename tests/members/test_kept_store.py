@@ -139,7 +139,7 @@ def test_gloo_opens_a_group_over_it(kept: Store) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert sorted(groups) == [0, 1]
 
 
@@ -173,7 +173,7 @@ def test_whoever_waits_is_freed_when_a_member_of_the_roster_is_lost() -> None:
         waiter.start()
         started.wait(60)
         council.kill(1)
-        waiter.join(20)
+        waiter.join(120)
         assert "roster 1 is given up: member 1 (killed by SIGKILL)" in str(errors[0])
         with pytest.raises(dist.DistStoreError):
             one.store(1).set("late", "x")

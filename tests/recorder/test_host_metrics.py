@@ -32,7 +32,7 @@ def told(folder: Path) -> dict[str, dict[str, float]]:
 
 def test_every_rank_that_runs_is_a_label_and_one_that_has_ended_is_none(tmp_path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(30)
+    ended.wait(120)
     note(tmp_path, os.getpid(), 0)
     note(tmp_path, os.getppid(), 3)
     note(tmp_path, ended.pid, 5)

@@ -105,8 +105,8 @@ def finish(store: dist.Store, first: threading.Thread, met: dict[int, Neighbours
     start = time.monotonic()
     second = threading.Thread(target=meet, args=(store, 1, 2, met))
     second.start()
-    first.join(20)
-    second.join(20)
+    first.join(120)
+    second.join(120)
     took = time.monotonic() - start
     for rank in (0, 1):
         assert os.pread(met[rank].segments[1 - rank], NONCE_BYTES, 0) == met[rank].nonces[1 - rank]
@@ -187,7 +187,7 @@ def test_a_rank_that_fails_at_the_meeting_is_named_by_all_at_once(part: str) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert [errors[rank].culprit for rank in range(3)] == [1, 1, 1]
     assert all("ulimit -n" in error.reason for error in errors.values())
     assert len(os.listdir("/proc/self/fd")) == before

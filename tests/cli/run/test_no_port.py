@@ -97,22 +97,22 @@ def test_a_port_that_was_asked_for_is_opened_on_loopback(script, capsys) -> None
 
 
 OWN = """
-import os
+import os, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = TCPStore(*where, size, is_master=False, timeout=timedelta(seconds=3))
+store = TCPStore(*where, size, is_master=False, timeout=timedelta(seconds=int(sys.argv[1])))
 """
 
 
 def test_a_script_that_opens_the_store_itself_is_told_how_to_have_a_port(capsys, tmp_path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    ended = paceline(capsys, "run", "--nproc", 1, tmp_path / "own.py")
+    ended = paceline(capsys, "run", "--nproc", 1, tmp_path / "own.py", 1)
     assert ended.code == 1
     assert "--master-port" in ended.err
     port = one_machine.unused_port()
-    ended = paceline(capsys, "run", "--nproc", 1, "--master-port", port, tmp_path / "own.py")
+    ended = paceline(capsys, "run", "--nproc", 1, "--master-port", port, tmp_path / "own.py", 60)
     assert (ended.code, ended.err) == (0, "")
 
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from paceline._transport import Clock
 from paceline.groups.engines.gloo.links import Links
 
-_SOON = timedelta(seconds=5)
+_SOON = timedelta(seconds=60)
 
 
 class _StoreWithAMoment:

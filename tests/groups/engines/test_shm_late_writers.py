@@ -60,7 +60,7 @@ def reduce_with_a_stopped_rank(meeting: Meeting) -> bool:
         return True
     if meeting.rank == 2:
         store.wait(["stopped"])
-    work = group.all_reduce(tensor, async_op=True, timeout=1.0)
+    work = group.all_reduce(tensor, async_op=True, timeout=4.0)
     if meeting.rank == 0:
         stop_inside(group, meeting)
     with pytest.raises(CollectiveTimeoutError):
@@ -99,7 +99,7 @@ def train_with_a_stopped_rank(meeting: Meeting) -> bool:
             loss.backward()
         store.set("gone on", "yes")
         return True
-    group.set_timeout(1.0)
+    group.set_timeout(4.0)
     watching = threading.Thread(target=stop_inside, args=(group, meeting))
     if meeting.rank == 0:
         watching.start()

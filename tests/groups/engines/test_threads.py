@@ -285,7 +285,7 @@ def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
         if group.rank() == 2:
             over.wait()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            group.all_reduce(torch.ones(1), timeout=1.5 if group.rank() == 0 else 60)
+            group.all_reduce(torch.ones(1), timeout=5.0 if group.rank() == 0 else 60)
         over.set()
         with pytest.raises(CollectiveTimeoutError):
             group.barrier()
@@ -295,7 +295,7 @@ def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
     for rank, error in enumerate(errors):
         assert (error.rank, error.operation, error.sequence) == (rank, "all_reduce", 2)
         assert list(error.ranks) == [2]
-        assert (error.seconds, error.reporter) == (1.5, 0)
+        assert (error.seconds, error.reporter) == (5.0, 0)
         assert list(error.behind) == ["rank 2 in operation 1 (barrier)"]
 
 
@@ -525,7 +525,7 @@ def test_a_wait_that_took_too_long_can_be_repeated_for_a_strided_tensor() -> Non
     def one_rank(group: Group) -> list[list[float]]:
         tensor = torch.ones(2, 3).t()
         if group.rank() == 1:
-            assert late.wait(20)
+            assert late.wait(120)
         work = group.all_reduce_coalesced([tensor, torch.ones(1)], async_op=True)
         if group.rank() == 0:
             with pytest.raises(WaitTimeoutError):
