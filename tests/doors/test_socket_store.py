@@ -1,6 +1,7 @@
 """The store of a run on one machine: torch's in all that ranks see, and nobody else's."""
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -60,6 +61,20 @@ def test_a_key_that_does_not_come_ends_the_wait_in_time_as_torch_says_it(store) 
     with pytest.raises(dist.DistStoreError, match="never"):
         store.get("never")
     assert time.monotonic() - began < 30
+
+
+def test_who_comes_while_it_closes_is_hung_up_on(tmp_path) -> None:
+    host, go_on = StoreHost(tmp_path / "store" / "socket"), threading.Event()
+    host.begin(1)
+    host._loop.call_soon_threadsafe(go_on.wait, 120)
+    with socket.socket(socket.AF_UNIX) as late:
+        late.settimeout(120)
+        late.connect(host.path)  # it is let in in the turn in which the loop stops
+        host._loop.call_soon_threadsafe(host._loop.stop)
+        go_on.set()
+        host.close()
+        assert late.recv(1) == b""
+    gc.collect()  # and nothing is left open, which would be a warning
 
 
 def test_who_waits_holds_up_no_other_thread(store) -> None:

@@ -57,10 +57,16 @@ class StoreHost:
             self._loop.run_forever()
         finally:
             server.close()
+            self._settle()  # who was being let in can be hung up on, and else would not be
             for line in list(self._lines.values()):
                 line.hang_up()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._settle()
             self._loop.close()
+
+    def _settle(self) -> None:
+        """Let connections take the few turns of the loop that they need to open or close."""
+        for _ in range(4):
+            self._loop.run_until_complete(asyncio.sleep(0))
 
     def _begin(self, number: int, done: threading.Event) -> None:
         self._send(self._keys.close("the ranks were started again"))
