@@ -7,7 +7,6 @@ has keys of its own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from itertools import count
 from pathlib import Path
@@ -31,6 +30,7 @@ class StoreHost:
         self._keys = Keys(0)
         self._lines: dict[int, _RankLine] = {}
         self._numbers = count(1)
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="paceline-store", daemon=True)
         self._thread.start()
@@ -43,7 +43,8 @@ class StoreHost:
 
     def close(self) -> None:
         """Answer no more."""
-        with contextlib.suppress(RuntimeError):  # it is closed
+        if not self._closed:  # a second time would cut short what the first one began
+            self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_GOODBYE)
 
@@ -51,12 +52,13 @@ class StoreHost:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serving = self._loop.create_unix_server(lambda: _RankLine(self), sock=self._listener)
-        server = self._loop.run_until_complete(serving)
+        opening = self._loop.create_unix_server(lambda: _RankLine(self), sock=self._listener)
+        server = self._loop.create_task(opening)  # it may be closed before that has happened
         try:
             self._loop.run_forever()
         finally:
-            server.close()
+            self._settle()
+            server.result().close()
             self._settle()  # who was being let in can be hung up on, and else would not be
             for line in list(self._lines.values()):
                 line.hang_up()
@@ -64,7 +66,7 @@ class StoreHost:
             self._loop.close()
 
     def _settle(self) -> None:
-        """Let connections take the few turns of the loop that they need to open or close."""
+        """Let what opens or closes take the few turns of the loop that it needs."""
         for _ in range(4):
             self._loop.run_until_complete(asyncio.sleep(0))
 
