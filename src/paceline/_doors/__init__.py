@@ -4,6 +4,7 @@ Between hosts: one port on each, and TLS 1.3 with a certificate of the job on bo
 know Unix sockets only; ``porter.py`` carries their bytes through the port.
 """
 
+from .carry import settle
 from .certificates import AGENT, Identity, JobKey
 from .names import GONE, Wanted
 from .porter import Porter
@@ -29,5 +30,6 @@ __all__ = [
     "connect",
     "connect_private",
     "listen",
+    "settle",
     "way_to",
 ]

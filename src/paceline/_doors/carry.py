@@ -1,4 +1,4 @@
-"""Carries bytes between two connections until either ends."""
+"""Carries bytes between two connections until either ends, and sees them off."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ PIECE = 1 << 16
 _GOODBYE = 1.0  # seconds to send what is left
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def settle(loop: asyncio.AbstractEventLoop) -> None:
+    """Let what opens or closes take the few turns of the loop that it needs."""
+    for _ in range(4):
+        loop.run_until_complete(asyncio.sleep(0))
 
 
 async def join(one: Streams, other: Streams) -> None:

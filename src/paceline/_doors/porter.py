@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import StrangerError
 from .callers import PATIENCE, Callers, Unproven
-from .carry import PIECE, Streams, join
+from .carry import PIECE, Streams, join, settle
 from .certificates import AGENT, Identity
 from .names import GONE, Wanted, frame, read_frame, socket_in
 from .tls import HUNG_UP, PAUSE, WELCOME, calling, explain, stay_in_touch
@@ -122,20 +122,15 @@ class Porter:
             for door in self._doors:  # who comes now would be taken in and not seen off
                 self._loop.remove_reader(door)
             self._callers.close()
-            self._settle()  # what has begun can be cancelled, and else cannot be closed
+            settle(self._loop)  # what has begun can be cancelled, and else cannot be closed
             for task in self._talks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._talks, return_exceptions=True))
-            self._settle()
+            settle(self._loop)
         finally:
             for door in self._doors:
                 door.close()
             self._loop.close()
-
-    def _settle(self) -> None:
-        """Let connections take the few turns of the loop that they need to open or close."""
-        for _ in range(4):
-            self._loop.run_until_complete(asyncio.sleep(0))
 
     def _start(self, talk: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(talk)

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .._doors import bind_private, check_user
+from .._doors import bind_private, check_user, settle
 from ..errors import StrangerError
 from .frames import FrameError, Unpacker, pack
 from .keys import Answered, AskKeys, Keys
@@ -57,18 +57,13 @@ class StoreHost:
         try:
             self._loop.run_forever()
         finally:
-            self._settle()
+            settle(self._loop)
             server.result().close()
-            self._settle()  # who was being let in can be hung up on, and else would not be
+            settle(self._loop)  # who was being let in can be hung up on, and else would not be
             for line in list(self._lines.values()):
                 line.hang_up()
-            self._settle()
+            settle(self._loop)
             self._loop.close()
-
-    def _settle(self) -> None:
-        """Let what opens or closes take the few turns of the loop that it needs."""
-        for _ in range(4):
-            self._loop.run_until_complete(asyncio.sleep(0))
 
     def _begin(self, number: int, done: threading.Event) -> None:
         self._send(self._keys.close("the ranks were started again"))
