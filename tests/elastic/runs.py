@@ -181,8 +181,8 @@ class Ranks:
             assert not self._threads[member].is_alive(), f"member {member} hangs"
 
     def wait(self, seconds: float = 90.0) -> dict[int, Outcome]:
-        """Return what each had at its end."""
-        for thread in list(self._threads):
+        """Return what each had at its end, those too that others start while it waits."""
+        for thread in self._threads:  # which grows; who starts one is joined before it
             thread.join(seconds)
             assert not thread.is_alive(), f"{thread.name} hangs"
         self.council.close()
