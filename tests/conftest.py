@@ -61,6 +61,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, None, None]:
+    torch.manual_seed(0)  # what a test draws without choosing is the same every time, too
     return (yield from _skipping_where_shm_is_missing())
 
 

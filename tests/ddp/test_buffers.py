@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,9 +18,12 @@ from paceline import DistributedDataParallel, new_group
 from paceline.ddp import _BufferCommHookLocation
 from paceline.errors import MismatchError, ModuleTypeError
 from paceline.groups import Group
+from paceline.recorder.watch import watch as recorder
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import batch, seeded, watch
 from tests.marks import needs_shm
+from tests.recorder.patience import be_patient
+from tests.waiting import PATIENCE
 
 BUFFERS = "the wrapper's broadcast of buffers before a forward"
 
@@ -369,7 +371,7 @@ def _validate(ddp: Any, rank: int, batches: int, train: bool) -> None:
 def _train_and_validate(meeting: Meeting, backend: str, train: bool) -> list[list[float]]:
     """Steps with a validation between them of 0 to 3 batches, and what rank 0's norm saw last."""
     rank = meeting.rank
-    with new_group(backend, timeout=timedelta(seconds=10)) as group:
+    with new_group(backend) as group:
         ddp = wrapped(group, seeded(norm))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(6):
@@ -422,7 +424,10 @@ def test_buffers_are_sent_before_the_forwards_before_which_torch_sends_them(
 
 
 @pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "threads"])
-def test_a_mismatch_names_the_broadcast_of_buffers_as_the_wrappers_own(backend: str) -> None:
+def test_a_mismatch_names_the_broadcast_of_buffers_as_the_wrappers_own(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder.peers, "patience", PATIENCE)
     ranks = run_ranks(2, _forward_on_one_rank) if backend == "threads" else None
     for text in ranks or spawn_ranks(2, _forward_in_process, backend, deadline=120):
         assert "rank 0 called broadcast(" in text
@@ -437,11 +442,15 @@ def _forward_on_one_rank(group: Group) -> str:
             ddp(torch.ones(1))
         else:
             group.all_reduce(torch.ones(3))
-    caught.value.wait_for_verdict()
+    caught.value.wait_for_verdict(PATIENCE)
     assert (caught.value.purpose_a, caught.value.purpose_b) == (BUFFERS, "")
     return str(caught.value)
 
 
-def _forward_in_process(_meeting: Meeting, backend: str) -> str:
-    with new_group(backend, timeout=timedelta(seconds=10)) as group:
-        return _forward_on_one_rank(group)
+def _forward_in_process(meeting: Meeting, backend: str) -> str:
+    be_patient(PATIENCE)
+    with new_group(backend) as group:
+        text = _forward_on_one_rank(group)
+        meeting.store().set(f"told {meeting.rank}", "")
+        meeting.store().wait(["told 0", "told 1"])  # a rank that has left cannot be asked
+    return text

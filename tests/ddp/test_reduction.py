@@ -541,6 +541,7 @@ def sub_groups(meeting: Meeting) -> float:
     for _ in range(2):
         ddp.zero_grad()
         ddp(torch.full((1, 1), float(meeting.rank))).backward()
+    dist.barrier()  # rank 0 has the store, which the others may still need to meet
     dist.destroy_process_group()
     return model.weight.grad.item()
 

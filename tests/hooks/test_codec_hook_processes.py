@@ -47,7 +47,7 @@ def in_process(meeting: Meeting, backend: str) -> Runs:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_two_processes_have_the_bits_that_two_threads_have(backend: str) -> None:
-    wanted = run_ranks(2, all_codecs)[0]
+    wanted = run_ranks(2, all_codecs, deadline=DEADLINE)[0]
     for found in spawn_ranks(2, in_process, backend, deadline=DEADLINE):
         for kind, rows in found.items():
             assert torch.equal(rows, wanted[kind]), kind
@@ -87,7 +87,7 @@ def with_wrapper(wrapper: type[nn.Module]) -> Runs:
 
 
 def test_in_torchs_default_group_and_in_torchs_wrapper_it_gives_the_same_bits() -> None:
-    wanted = run_ranks(2, all_codecs)[0]
+    wanted = run_ranks(2, all_codecs, deadline=DEADLINE)[0]
     for ours, torchs in spawn_ranks(2, in_torch_world, deadline=DEADLINE):
         for kind, rows in wanted.items():
             assert torch.equal(ours[kind], rows), kind

@@ -230,6 +230,7 @@ def average_outside(meeting: Meeting) -> float:
     pair = dist.new_group([0])
     held = param(float(meeting.rank))
     average_parameters([held], pair)  # on rank 1 it is torch's mark for "not in it"
+    dist.barrier()  # else one ends while the other connects to it
     dist.destroy_process_group()
     return held[0, 0].item()
 

@@ -89,6 +89,7 @@ def group_of(meeting: Meeting, backend: str) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         yield dist.group.WORLD
+        dist.barrier()  # else one ends while the other connects to it
     finally:
         dist.destroy_process_group()
 

@@ -107,10 +107,10 @@ class Lane:
                 work = self._tasks.popleft()
                 self._busy = True
             work.perform()
+            del work  # before whoever waits for the lane goes on: its outputs are theirs alone then
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-            del work
 
     def close(self) -> None:
         """Let the threads end after their current tasks; does not wait for them."""
