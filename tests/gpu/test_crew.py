@@ -46,9 +46,9 @@ def test_a_test_that_raises_on_one_rank_fails_and_the_next_has_new_ranks(two: Cr
 
 
 def test_a_test_that_hangs_on_one_rank_fails_with_its_stack(two: Crew) -> None:
-    outcomes = run(two, "hangs_on_one", deadline=1.0)
+    outcomes = run(two, "hangs_on_one", deadline=5.0)
     assert outcomes[1].how == "lost"
-    assert "still ran after 1 s" in outcomes[1].text
+    assert "still ran after 5 s" in outcomes[1].text
     assert "_hangs_on_one" in outcomes[1].text
     judge(run(two, "adds_up"))
 
@@ -62,8 +62,9 @@ def test_a_test_that_ends_a_rank_fails(two: Crew) -> None:
 
 def test_a_rank_with_other_numbers_fails_everywhere(two: Crew) -> None:
     outcomes = run(two, "wrong_on_one")
-    assert [outcome.how for outcome in outcomes] == ["failed", "failed"]
-    assert "other numbers" in outcomes[0].text
+    # The first to fail ends the other, perhaps before that one can tell.
+    assert {outcome.how for outcome in outcomes} <= {"failed", "lost"}
+    assert any("other numbers" in outcome.text for outcome in outcomes)
 
 
 def test_a_test_that_skips_itself_is_skipped(two: Crew) -> None:

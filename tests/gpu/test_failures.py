@@ -188,10 +188,10 @@ def test_after_a_hook_failed_on_all_ranks_they_go_on(scene: Scene) -> None:
 # A rank that does not come back. Processes of their own: NCCL may end those that wait.
 
 
-def _leave(meeting: Meeting, machine: Machine) -> str:
+def _leave(meeting: Meeting, machine: Machine, seconds: float) -> str:
     """Train until rank 1 dies; what the others then raise."""
     with Scene.opened(meeting, machine) as scene:
-        group = scene.new_group(timeout=timedelta(seconds=TIMEOUT))
+        group = scene.new_group(timeout=timedelta(seconds=seconds))
         ddp = DDP(scene.place(Fallible()), process_group=group)
         loss(scene, ddp, scene.rank, 0).backward()
         scene.wait()
@@ -207,13 +207,12 @@ def _leave(meeting: Meeting, machine: Machine) -> str:
         return "nothing"
 
 
-TIMEOUT = 6  # seconds
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU NCCL's watchdog ends the process")
 def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     machine = here()
-    found = spawn_ranks(2, _leave, machine, deadline=60, may_die=[BAD], env=machine.environment(2))
+    found = spawn_ranks(
+        2, _leave, machine, 60, deadline=180, may_die=[BAD], env=machine.environment(2)
+    )
     assert "rank 1" in found[0].lower()
 
 
@@ -221,6 +220,6 @@ def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
 def test_on_a_gpu_nobody_outlives_a_rank_that_died_for_long() -> None:
     machine = here()
     found = spawn_ranks(
-        2, _leave, machine, deadline=120, may_die=[0, 1], env=machine.environment(2)
+        2, _leave, machine, 6, deadline=120, may_die=[0, 1], env=machine.environment(2)
     )
     assert found[0] is None or "nothing" not in found[0]

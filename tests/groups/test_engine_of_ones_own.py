@@ -297,7 +297,7 @@ def huddled(fn: Callable[[Group], None], size: int = 2) -> None:
         with new_group("huddle", SOON, store=store, rank=threads.rank(), world_size=size) as group:
             fn(group)
 
-    run_ranks(size, one_rank)
+    run_ranks(size, one_rank, deadline=180)
 
 
 # -- they carry paceline ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from paceline.errors import (
 )
 from paceline.groups import backends, capabilities
 from paceline.groups.engines import choice, offers
+from paceline.groups.meetings import Meetings
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 
@@ -188,9 +190,15 @@ def test_one_store_serves_several_worlds_and_parts_of_them() -> None:
 def wait_for_a_rank_that_never_comes(meeting: Meeting) -> str:
     if meeting.rank == 1:
         return ""
-    store = meeting.store()
-    store.set(f"{meeting.rank} is here", "")
-    store.wait(["0 is here", "2 is here"])  # a process may start late
+    store, enter = meeting.store(), Meetings._enter
+
+    def enter_and_meet(meetings: Meetings, *given: Any) -> int:
+        before = enter(meetings, *given)
+        store.set(f"{meeting.rank} is here", "")
+        store.wait(["0 is here", "2 is here"])  # a process may start late
+        return before
+
+    Meetings._enter = enter_and_meet  # type: ignore[method-assign]
     with pytest.raises(RendezvousError) as caught:
         meeting.new_group("shm", timeout=timedelta(seconds=5))
     return str(caught.value)

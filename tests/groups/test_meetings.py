@@ -1,9 +1,11 @@
 """Ranks that go on together meet, however often each of them has tried before."""
 
+import itertools
 import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,7 @@ from paceline import Group, new_group
 from paceline.errors import GroupClosedError, PeerDiedError, RendezvousError
 from paceline.groups.meetings import Meetings
 from paceline.groups.merging import renumbered
+from paceline.groups.options import GroupOptions
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import USUAL, needs_shm
 
@@ -44,8 +47,9 @@ def _meetings(store: Store, rank: int, ranks: list[int], timeout: timedelta) -> 
 
 def _open(store: Store, rank: int, ranks: list[int], timeout: timedelta) -> str:
     """Meet and talk: the sum of what all ranks say in the room that they came to."""
-    meetings = _meetings(store, rank, ranks, timeout)
-    room, engine = meetings.open(meetings.arrive(), Engine)  # type: ignore[arg-type]
+    place = _meetings(store, rank, ranks, timeout).arrive()
+    # Whoever has little time to wait has enough to open: else the others would fail with it.
+    room, engine = _meetings(store, rank, ranks, LONG).open(place, Engine)  # type: ignore[arg-type]
     room.set(f"said/{rank}", str(rank))
     room.wait([f"said/{r}" for r in ranks], LONG)
     assert not engine.ended  # type: ignore[attr-defined]
@@ -111,14 +115,36 @@ def test_a_rank_with_time_outlasts_those_that_give_up_and_come_back() -> None:
         assert [f.result(120) for f in (patient, *others)] == ["0,1,2"] * 3
 
 
-def test_the_missing_are_named_with_the_list_that_they_wait_for() -> None:
-    store = HashStore()
+def test_to_open_has_as_much_time_as_to_come_however_late_the_last_rank_came() -> None:
+    store, left = HashStore(), []
+    meetings = _meetings(store, 0, [0], LONG)
+    place = meetings.arrive()
+    meetings._end = time.monotonic()
+
+    def opener(room: Store) -> Engine:
+        left.append(meetings._left())
+        return Engine(room)
+
+    meetings.open(place, opener)  # type: ignore[arg-type]
+    assert left[0] > LONG / 2
+
+
+def test_the_missing_are_named_with_the_list_that_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, enter, both_wait = HashStore(), Meetings._enter, threading.Barrier(2)
+
+    def enter_and_meet(meetings: Meetings, *given: Any) -> int:
+        before = enter(meetings, *given)
+        both_wait.wait(LONG.total_seconds())
+        return before
 
     def wait_for(rank: int, ranks: list[int]) -> str:
         with pytest.raises(RendezvousError) as caught:
-            _open(store, rank, ranks, timedelta(seconds=5))
+            _open(store, rank, ranks, timedelta(seconds=0.1))
         return str(caught.value)
 
+    monkeypatch.setattr(Meetings, "_enter", enter_and_meet)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(wait_for, [0, 1], [[0, 1, 2], [0, 1]])
     assert "no sign of rank 1, which waits for 0,1; rank 2." in first
@@ -278,15 +304,18 @@ def test_survivors_of_a_killed_rank_meet_after_different_tries(backend: str) -> 
 def die_on_the_way(meeting: Meeting) -> tuple[float, tuple[int, ...]]:
     group = meeting.new_group("shm", timeout=LONG)
     group.barrier()
-    if meeting.rank == 2:
+    reopen = group._reopen
+    assert reopen is not None
 
-        def reopen_and_die(*args: object) -> object:
+    def die_or_give_up_soon(store: Store, rank: int, size: int, options: GroupOptions) -> Any:
+        if meeting.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-            return None
+        return reopen(store, rank, size, options.changed(timeout=timedelta(seconds=1)))
 
-        group._reopen = reopen_and_die  # type: ignore[assignment]
+    group._reopen = die_or_give_up_soon
     with pytest.raises(RendezvousError):
-        group.reconfigure([0, 1, 2], timeout=timedelta(seconds=5))
+        group.reconfigure([0, 1, 2], timeout=LONG)  # all of them come, however late
+    group._reopen = reopen
     group.reconfigure([1, 0], timeout=LONG)
     result = _total(group), group.members
     group.shutdown()
@@ -364,8 +393,9 @@ def test_a_store_serves_one_merge_after_another_and_a_failed_one() -> None:
         part = group.split([[0], [1, 2]])
         assert part is not None
         if group.rank() > 0:
+            leads = part.rank() == 0  # the other hears from it
             with pytest.raises(RendezvousError, match="2 of 3 ranks came"):
-                part.merge(store, 3, timeout=timedelta(seconds=5))
+                part.merge(store, 3, timeout=timedelta(seconds=0.2) if leads else LONG)
         group.barrier()
         totals = []
         for _ in range(2):
@@ -439,29 +469,23 @@ def test_a_group_opens_however_often_each_rank_has_tried_before(backend: str) ->
 
 
 def test_a_rank_whose_time_was_over_is_not_called_missing_by_those_that_it_left() -> None:
-    store, waits = HashStore(), threading.Event()
+    store, entered = HashStore(), itertools.count()
 
-    class Tells(Meetings):
+    class Stays(Meetings):
         def _enter(self, *args: object) -> int:
-            try:
-                return super()._enter(*args)  # type: ignore[arg-type]
-            finally:
-                waits.set()
+            before = super()._enter(*args)  # type: ignore[arg-type]
+            if next(entered) == 0:
+                come_and_leave()
+            return before
 
-    def leave_first() -> None:
+    def come_and_leave() -> None:
         with pytest.raises(RendezvousError):
-            _meetings(store, 0, [0, 1, 2], timedelta(seconds=0.2)).arrive()
+            _meetings(store, 0, [0, 1, 2], timedelta(seconds=0.1)).arrive()
 
-    leaving = threading.Thread(target=leave_first)
     options = {"rank": 1, "name": "1", "names": ["0", "1", "2"]}
-    stays = Tells(store, "0,1,2", 3, timedelta(seconds=3), **options)
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(stays.arrive)
-        assert waits.wait(LONG.total_seconds())
-        leaving.start()
-        with pytest.raises(RendezvousError, match=r"after 3 s no sign of rank 2\. "):
-            found.result(LONG.total_seconds())
-    leaving.join(LONG.total_seconds())
+    stays = Stays(store, "0,1,2", 3, timedelta(seconds=3), **options)
+    with pytest.raises(RendezvousError, match=r"after 3 s no sign of rank 2\. "):
+        stays.arrive()
 
 
 def test_groups_that_threads_open_at_the_same_time_are_groups_of_all_ranks() -> None:

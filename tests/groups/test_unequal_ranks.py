@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo  # the wrapper uses it; so ranks are forked with it
 from torch import nn
+from torch.distributed import Store
 
 from paceline import DistributedDataParallel, Group, ReduceOp, new_group
 from paceline._transport import clib
@@ -216,12 +217,21 @@ REFUSALS: dict[str, tuple[str, Callable[[], None], dict[str, object], dict[str, 
 }
 
 
+def meet(meeting: Meeting) -> Store:
+    """Wait for all ranks, which do not start at the same time; the store that they met in."""
+    store = meeting.store()
+    store.set(f"here/{meeting.rank}", b"")
+    store.wait([f"here/{r}" for r in range(meeting.size)])
+    return store
+
+
 def refuse(meeting: Meeting, name: str) -> tuple[str, dict[int, str], float]:
     backend, differ, usual, odd = REFUSALS[name]
     options = dict(usual)
     if meeting.rank == 1:
         differ()
         options = dict(odd)
+    meet(meeting)
     start = time.monotonic()
     with pytest.raises(DisagreementError) as caught:
         meeting.new_group(options.pop("backend", backend), timeout=MINUTE, **options)
@@ -282,9 +292,7 @@ SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def run_out(meeting: Meeting, what: str, backend: str) -> tuple[int, str, float] | str:
-    store = meeting.store()
-    store.set(f"here/{meeting.rank}", b"")
-    store.wait([f"here/{r}" for r in range(meeting.size)])
+    store = meet(meeting)
     if meeting.rank == 1:
         SHORTAGES[what][0]()
     start = time.monotonic()

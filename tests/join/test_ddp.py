@@ -558,7 +558,7 @@ def test_when_a_rank_fails_all_raise_its_message(
 def fail_between_processes(
     meeting: Meeting, backend: str, kind: str, where: str, steps: int, several: bool
 ) -> str:
-    with meeting.new_group(backend, timeout=timedelta(seconds=20)) as group:
+    with meeting.new_group(backend, timeout=timedelta(minutes=1)) as group:
         said = fail_on_rank_one(group, kind, where, steps, several)
         still_works(group)
     return said
@@ -576,7 +576,7 @@ def test_between_processes_too(
 
 def fail_and_end(meeting: Meeting, kind: str) -> str:
     """Over gloo with others in the context, the ranks are freed when the failed one ends."""
-    group = meeting.new_group("gloo", timeout=timedelta(seconds=20))
+    group = meeting.new_group("gloo", timeout=timedelta(minutes=1))
     said = fail_on_rank_one_or_lose(group, kind)
     if meeting.rank == 1:
         os._exit(0)
@@ -598,7 +598,7 @@ def test_over_gloo_with_other_joinables_the_end_of_the_process_frees_the_rest(ki
 
 
 def die_in_step_two(meeting: Meeting, backend: str, kind: str, where: str) -> tuple[str, int]:
-    group = meeting.new_group(backend, timeout=timedelta(seconds=20))
+    group = meeting.new_group(backend, timeout=timedelta(minutes=1))
     ddp = DDP(model_of(kind), process_group=group)
 
     def die(step: int) -> None:
@@ -703,7 +703,7 @@ def test_layers_with_a_group_of_their_own_are_refused_at_the_door() -> None:
 
 
 def refuse_torchs_join(meeting: Meeting) -> str:
-    group = meeting.new_group("gloo", timeout=timedelta(seconds=20)).register(default=True)
+    group = meeting.new_group("gloo", timeout=timedelta(minutes=1)).register(default=True)
     ddp = DDP(model_of("sync"), process_group=group)
     with pytest.raises(ModuleStateError) as caught, TorchJoin([ddp]):
         train(ddp, group, (2, 0))

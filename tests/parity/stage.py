@@ -176,6 +176,8 @@ class Stage:
         self.uses = Uses(folder / "uses")
         self.uses.path.touch()
         self.deadline = request.deadline
+        if barrier := getattr(self.wheel, "Barrier", None):  # of ranks, which has 10 s by itself
+            barrier.sync = functools.partial(barrier.sync, timeout=request.deadline)
         class_name, name = request.test.split(".")
         if not hasattr(self.classes.get(class_name), name):
             return "absent", "this torch has no such test"

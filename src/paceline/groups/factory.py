@@ -110,13 +110,9 @@ def _meet_and_open(
     timeout: timedelta,
 ) -> ProcessGroup:
     """Open a group once all members are there, however often each of them has tried before."""
-
-    def meetings() -> Meetings:  # to come and to open have each their time
-        names = [str(member) for member in members]
-        return Meetings(store, key, len(members), timeout, rank=rank, name=str(rank), names=names)
-
-    place = meetings().arrive()
-    return meetings().open(place, open_in)[1]
+    names = [str(member) for member in members]
+    meetings = Meetings(store, key, len(members), timeout, rank=rank, name=str(rank), names=names)
+    return meetings.open(meetings.arrive(), open_in)[1]
 
 
 def _meet(

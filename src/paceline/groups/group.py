@@ -353,9 +353,9 @@ class Group(TorchCalls):
         """Close the group now; every thread and every rank that waits in it raises an error."""
         if self._closed == FORKED:
             return
-        self._closed = self._closed or "aborted"
         if (opening := self._opening) is not None:
             opening.give_up()
+        self._closed = self._closed or "aborted"  # only now: whoever moves the group opens it
         self._abort_engine()
 
     def shutdown(self) -> None:

@@ -231,17 +231,21 @@ class Lineage(Collectives):
         if self._closed in ("shut down", FORKED):
             self._alive("move")
         reopen, options = self._need_reopen(), self._options
-        self._close_engine("aborted")
-        self._opening = Opening(lambda: reopen(store, rank, len(members), options), self.device)
+        opening = Opening(lambda: reopen(store, rank, len(members), options), self.device)
+        self._opening = opening  # from now on an abort is meant for the new engine
         try:
-            engine = self._opening.result()
+            self._close_engine("aborted")
+            engine = opening.result()
+            self._home = store
+            self._adopt(engine, rank, members, store)
         except OpeningGivenUp:
             self._alive("move")
             raise
         finally:
             self._opening = None
-        self._home = store
-        self._adopt(engine, rank, members, store)
+        if opening.given_up:  # when the new engine was there, but not yet the group's
+            self.abort()
+            self._alive("move")
         return self
 
     def _close_engine(self, why: str) -> None:
@@ -317,6 +321,10 @@ class Lineage(Collectives):
         self, engine: Engine, rank: int, members: Sequence[int], options: GroupOptions, store: Store
     ) -> Self:
         """A group of its own around an engine that was opened for it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close the group now; every thread and every rank that waits in it raises an error."""
 
     @abstractmethod
     def _abort_engine(self) -> None:

@@ -82,7 +82,8 @@ class _Late(Exception):
 class Meetings:
     """All meetings of ``size`` ranks under ``key``, as ``name``, one of them, sees them.
 
-    ``names`` are those of all, where they are known beforehand.
+    ``names`` are those of all, where they are known beforehand. To come has the time of
+    ``timeout``, and to open has it once more.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Meetings:
         self._asked = PrefixStore("asked", store)  # by name: under which key it waits
         self._size, self._rank, self._name, self._names = size, rank, name, names
         self._seconds = timeout.total_seconds()
-        self._end = time.monotonic() + self._seconds
+        self._start_clock()
         self._seen: set[str] = set()  # names of those that came to a meeting this one waited in
 
     # -- coming -------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class Meetings:
 
     def open(self, place: Place, opener: Callable[[Store], E]) -> tuple[Store, E]:
         """Open an engine in the meeting's corner of the store; returns when every rank has."""
+        self._start_clock()  # whoever came last may have used up the time of all
         meeting = PrefixStore(str(place.number), self._store)
         room = PrefixStore("room", meeting)
         try:
@@ -224,6 +226,9 @@ class Meetings:
                 raise
             raise _Late from error
         return _WORDS.decode(meeting.get(word))
+
+    def _start_clock(self) -> None:
+        self._end = time.monotonic() + self._seconds
 
     def _left(self) -> timedelta:
         """The time until the timeout; torch's stores read zero as "for ever"."""

@@ -18,15 +18,18 @@ class OpeningGivenUp(Exception):
 
 
 class Opening:
-    """Calls ``opener`` on a thread of its own, where ``device`` is the current one."""
+    """Calls ``opener`` on a thread of its own, where ``device`` is the current one.
+
+    It begins when its result is asked for; it can be given up before that too.
+    """
 
     def __init__(self, opener: Callable[[], Engine], device: torch.device) -> None:
         self._opener, self._device = opener, device
         self._settled = threading.Condition()
+        self.given_up = False  # perhaps too late: when the engine was there
         self._engine: Engine | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._open, name="paceline-opening", daemon=True)
-        self._thread.start()
 
     def _open(self) -> None:
         engine, error = None, None
@@ -48,13 +51,19 @@ class Opening:
     def give_up(self) -> None:
         """Let whoever waits go; an engine that comes later is ended at once. From any thread."""
         with self._settled:
+            self.given_up = True
             if self._engine is None and self._error is None:
                 self._error = OpeningGivenUp()
                 self._settled.notify_all()
 
     def result(self) -> Engine:
-        """The engine, once it is open; raises what went wrong, or :class:`OpeningGivenUp`."""
+        """The engine, once it is open; raises what went wrong, or :class:`OpeningGivenUp`.
+
+        To be called once.
+        """
         with self._settled:
+            if self._error is None:
+                self._thread.start()
             self._settled.wait_for(lambda: self._engine is not None or self._error is not None)
             if self._engine is not None:
                 return self._engine

@@ -6,12 +6,14 @@ import threading
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
 from paceline.errors import GroupClosedError
 from paceline.groups import Group, new_group
 from paceline.testing import Meeting, spawn_ranks
+from tests.waiting import until
 
 FAR = timedelta(minutes=5)
 
@@ -88,15 +90,49 @@ def _move_without_the_other(meeting: Meeting) -> float:
     if meeting.rank == 1:
         store.wait(["waits"])
         os.kill(os.getpid(), signal.SIGKILL)
-    threading.Timer(0.3, lambda: (store.set("waits", ""), group.abort())).start()
+
+    def abort_once_it_opens() -> None:
+        assert until(lambda: any(t.name == "paceline-opening" for t in threading.enumerate()))
+        store.set("waits", "")
+        group.abort()
+
+    aborting = threading.Thread(target=abort_once_it_opens)
+    aborting.start()
     began = time.monotonic()
-    try:
+    with pytest.raises(GroupClosedError):
         group.move(PrefixStore("second", store), 0, [0, 1])
-    except GroupClosedError:
-        return time.monotonic() - began
-    raise AssertionError("the other never came")
+    took = time.monotonic() - began
+    aborting.join()
+    return took
 
 
 def test_abort_frees_a_rank_that_opens_a_group_with_one_that_died() -> None:
     seconds, _ = spawn_ranks(2, _move_without_the_other, may_die=[1])
-    assert seconds < 60
+    assert seconds < FAR.total_seconds() / 2
+
+
+@pytest.mark.parametrize("during", ["the end of the old engine", "the change to the new one"])
+def test_an_abort_while_a_group_moves_is_not_forgotten(
+    during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = new_group("gloo", store=HashStore(), rank=0, world_size=1)
+    old = group._engine
+    here, name = (old, "shutdown") if during == "the end of the old engine" else (group, "_adopt")
+    do = getattr(here, name)
+
+    def be_aborted_meanwhile(*args: object) -> None:
+        aborting = threading.Thread(target=group.abort)
+        aborting.start()
+        aborting.join()
+        do(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(here, name, be_aborted_meanwhile)
+        with pytest.raises(GroupClosedError):
+            group.move(PrefixStore("first", HashStore()), 0, [0])
+    assert (group._engine is old) == (here is old), "nobody waits for what is not wanted"
+    with pytest.raises(GroupClosedError):
+        group.barrier()
+    group.move(PrefixStore("second", HashStore()), 0, [0])
+    group.barrier()
+    group.shutdown()

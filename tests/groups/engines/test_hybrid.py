@@ -27,6 +27,7 @@ from paceline.errors import (
     PeerLeftError,
 )
 from paceline.groups import Group
+from paceline.groups.engines.hybrid import faults
 from paceline.groups.engines.hybrid.collectives import STRIPED_FROM, WINDOW
 from paceline.groups.engines.hybrid.hosts import Hosts
 from paceline.testing import Meeting, spawn_ranks
@@ -38,6 +39,7 @@ TWO_AND_TWO, INTERLEAVED, ONE_AND_TWO, ONE_EACH = (0, 0, 1, 1), (0, 1, 0, 1), (0
 TOGETHER = (0, 0)
 MEBI = 1 << 20
 SOON = 30.0  # seconds: far less than any timeout here
+TELLING = 30.0  # seconds to tell of a fault before the others are freed, also on a busy machine
 
 Where = tuple[int, ...]
 Pair = tuple[netns.Host, netns.Host]
@@ -69,12 +71,13 @@ def on_hosts(
     spawning = {name: options.pop(name) for name in ("may_die", "deadline") if name in options}
     options.setdefault("backend", "hybrid")
     options.setdefault("timeout", timedelta(minutes=1))
-    spawning.setdefault("deadline", 40)
+    spawning.setdefault("deadline", 180)
     return spawn_ranks(len(where), _in_group, hosts, where, fn, args, options, **spawning)
 
 
 def _in_group(meeting: Meeting, hosts: Pair, where: Where, fn, args, options) -> object:
     hosts[where[meeting.rank]].enter()
+    faults._SECONDS = TELLING
     with meeting.new_group(**options) as group:
         return fn(group, *args)
 
@@ -358,7 +361,7 @@ def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(hosts: 
 def _open_with(meeting: Meeting, hosts: Pair) -> dict[int, str]:
     hosts[meeting.rank % 2].enter()
     with pytest.raises(DisagreementError) as caught:
-        meeting.new_group("hybrid", timeout=timedelta(seconds=10), striped=meeting.rank == 0)
+        meeting.new_group("hybrid", timeout=timedelta(minutes=1), striped=meeting.rank == 0)
     assert caught.value.what == "striped="
     return dict(caught.value.values)
 
@@ -470,7 +473,7 @@ def _descriptors(meeting: Meeting, hosts: Pair) -> int:
     hosts[meeting.rank % 2].enter()
 
     def use() -> int:
-        with meeting.new_group("hybrid", timeout=timedelta(seconds=10)) as group:
+        with meeting.new_group("hybrid", timeout=timedelta(minutes=1)) as group:
             group.all_reduce(torch.ones(3))
         del group
         gc.collect()

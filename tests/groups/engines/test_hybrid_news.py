@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
-from paceline.errors import CollectiveTimeoutError
+from paceline.errors import CollectiveTimeoutError, PeerLeftError
 from paceline.groups.engine import Call
 from paceline.groups.engines.hybrid import faults
 from paceline.groups.engines.hybrid.faults import News
@@ -56,6 +56,12 @@ def test_a_rank_that_was_freed_waits_for_the_one_that_asks_around() -> None:
     error = News(store, 1).of_others(_call(), seconds=0.001)
     assert isinstance(error, CollectiveTimeoutError)
     assert list(error.ranks) == [3]
+
+
+def test_what_was_told_is_found_by_a_rank_that_was_held_up_until_its_time_was_over() -> None:
+    store = HashStore()
+    News(store, 0).tell(PeerLeftError(0, "abort", 0, [0], aborted=True))
+    assert isinstance(News(store, 1).of_others(_call(), seconds=0.0), PeerLeftError)
 
 
 def test_nobody_is_waited_for_when_nobody_asks() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -173,20 +172,20 @@ def fork_in_the_middle(meeting: Meeting) -> None:
         works = [group.all_reduce(torch.ones(200_000), async_op=True) for _ in range(20)]
 
         def use() -> None:
+            signal.alarm(120)
             for work in works:
                 with suppress(ForkedError):
                     work.wait()
                 assert work.is_completed()
             group.progress()
 
-        signal.alarm(30)
         assert in_child(use) == 0
         for work in works:
             work.wait()
 
 
 def test_a_child_forked_in_the_middle_of_collectives_does_not_hang() -> None:
-    spawn_ranks(2, fork_in_the_middle)
+    spawn_ranks(2, fork_in_the_middle, deadline=180)
 
 
 def test_a_group_of_threads_knows_its_children_too() -> None:
@@ -213,7 +212,7 @@ def no_pidfd(pid: int, flags: int = 0) -> int:
     raise OSError  # an old kernel
 
 
-def die_with_a_child_alive(meeting: Meeting, pidfd: bool) -> float:
+def die_with_a_child_alive(meeting: Meeting, pidfd: bool) -> list[int]:
     if not pidfd:
         os.pidfd_open = no_pidfd
     reader, writer = os.pipe()
@@ -227,14 +226,13 @@ def die_with_a_child_alive(meeting: Meeting, pidfd: bool) -> float:
         group.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     group.barrier()
-    start = time.monotonic()
-    with pytest.raises(PeerDiedError):
+    with pytest.raises(PeerDiedError) as caught:
         group.barrier()
-    took = time.monotonic() - start
-    meeting.store().set("over", "yes")
-    return took
+    meeting.store().set("over", "yes")  # only now the child ends
+    return list(caught.value.ranks)
 
 
 @pytest.mark.parametrize("pidfd", [True, False], ids=["pidfd", "socket"])
 def test_a_child_that_lives_on_does_not_keep_its_dead_parent_alive(pidfd: bool) -> None:
-    assert spawn_ranks(2, die_with_a_child_alive, pidfd, may_die=[1], deadline=120)[0] < 5
+    found = spawn_ranks(2, die_with_a_child_alive, pidfd, may_die=[1], deadline=120)
+    assert found == [[1], None]

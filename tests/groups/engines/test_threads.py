@@ -278,14 +278,17 @@ def test_a_message_from_a_rank_that_left_still_arrives_and_the_next_does_not() -
 
 
 def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
-    over = threading.Event()
+    second_is_in, over = threading.Event(), threading.Event()
 
     def one_rank(group: Group) -> CollectiveTimeoutError:
         group.barrier()
-        if group.rank() == 2:
-            over.wait()
+        if group.rank() != 1:
+            (over if group.rank() else second_is_in).wait()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            group.all_reduce(torch.ones(1), timeout=5.0 if group.rank() == 0 else 60)
+            seconds = 0.5 if group.rank() == 0 else 60
+            work = group.all_reduce(torch.ones(1), async_op=True, timeout=seconds)
+            second_is_in.set()
+            work.wait()
         over.set()
         with pytest.raises(CollectiveTimeoutError):
             group.barrier()
@@ -295,7 +298,7 @@ def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
     for rank, error in enumerate(errors):
         assert (error.rank, error.operation, error.sequence) == (rank, "all_reduce", 2)
         assert list(error.ranks) == [2]
-        assert (error.seconds, error.reporter) == (5.0, 0)
+        assert (error.seconds, error.reporter) == (0.5, 0)
         assert list(error.behind) == ["rank 2 in operation 1 (barrier)"]
 
 

@@ -96,13 +96,15 @@ class News:
     def _read(self, seconds: float) -> bytes:
         """The first fault, if it is told within ``seconds``, or soon after a rank asks around."""
         until, asking = time.monotonic() + seconds, False
-        while time.monotonic() < until:
+        while True:
+            over = time.monotonic() >= until  # who was held up so long looks all the same
             if self._store.check(["first"]):
                 return bytes(self._store.get("first"))
             if not asking and self._store.check(["asking"]):
                 asking, until = True, time.monotonic() + _ALL_REPORTING + _SECONDS
+            elif over:
+                return b""
             time.sleep(0.005)
-        return b""
 
 
 def _within(seconds: float, ask: Callable[[], _T]) -> _T | None:
