@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import re
 import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from paceline._members.frames import pack
 from paceline._members.keys import AskKeys
 from paceline.cli.run.machine_stores import LockedStores
 from paceline.cli.run.plan import Launch
+from tests.doors.ports import ports_here
 from tests.doors.test_strangers import attacked, flood, garbage, half_handshakes
 
 PATIENCE = timedelta(seconds=30)
@@ -45,18 +44,6 @@ def machines(tmp_path, monkeypatch, key):
     yield first, second
     second.close()
     first.close()
-
-
-def ports_here() -> set[str]:
-    """Addresses that this process listens on, as the kernel writes them."""
-    own = set()
-    for name in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found = re.match(r"socket:\[(\d+)\]", os.readlink(name))
-            own |= {found[1]} if found else set()
-    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    return {row[1] for row in rows if row[3] == "0A" and row[9] in own}
 
 
 def test_both_machines_and_their_ranks_have_the_same_keys(machines) -> None:

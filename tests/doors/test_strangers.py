@@ -24,6 +24,8 @@ from paceline._doors.callers import CALLERS
 from paceline._doors.tls import HEARINGS
 from paceline.errors import StrangerError
 from tests.doors.echoes import Echo
+from tests.doors.ports import ports_here
+from tests.waiting import until
 
 TALKS = 40
 Address = tuple[str, int]
@@ -65,7 +67,7 @@ def attacked(kind: Callable, address: Address, key: JobKey) -> Iterator[None]:
     attacker = context.Process(target=go_on, args=(kind, address, key, begun, over))
     attacker.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(300)  # the first one starts the server, which imports torch
         yield
     finally:
         over.set()
@@ -186,7 +188,7 @@ def test_the_job_is_served_while_strangers_are_at_its_port(house, key, kind) -> 
         talk_to(address, key, kind.__name__)
     assert only_good_words(echo)
     assert echo.waits_for(1 + TALKS // 8)
-    assert porter.strangers.total() > 0 or kind is slow_words
+    assert kind is slow_words or until(lambda: porter.strangers.total() > 0)
 
 
 @pytest.mark.slow
@@ -195,13 +197,13 @@ def test_who_is_in_is_served_while_strangers_flood_the_port_with_hellos(house, k
     with connect(address, key.identity(AGENT), "echo", 30) as talk:
         talk.settimeout(60)
         with attacked(flood_of_hellos, address, key):
-            until = time.monotonic() + 60
+            end = time.monotonic() + 60
             for number in itertools.count():
                 talk.sendall(b"good")
                 assert talk.recv(4) == b"good"
                 if number >= TALKS // 4 and porter.strangers.total() > 0:
                     break
-                assert time.monotonic() < until, "nobody was turned away"
+                assert time.monotonic() < end, "nobody was turned away"
     assert only_good_words(echo)
     connect(address, key.identity(AGENT), "echo", 30).close()
 
@@ -212,7 +214,8 @@ def test_400_idle_sockets_keep_nobody_out(house, key) -> None:
         for _ in range(400):
             stack.enter_context(socket.create_connection(address, 10))
         talk_to(address, key, "400 idle sockets")
-    assert porter.strangers["too many"] >= 400 - CALLERS - 1
+    turned_away = porter.strangers["too many"] + porter.strangers["too slow"]
+    assert turned_away >= 400 - CALLERS - 1
     assert echo.waits_for(1 + TALKS // 8)
 
 
@@ -423,7 +426,5 @@ def as_another_user(path: os.PathLike) -> str:
 def test_one_address_is_listened_on_and_no_other() -> None:
     with listen("127.0.0.3", 0) as listener:
         port = listener.getsockname()[1]
-        with open("/proc/net/tcp") as table:
-            rows = [line.split() for line in table.readlines()[1:]]
-        places = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
-        assert places == [f"0300007F:{port:04X}"]
+        places = {place for place in ports_here() if place.endswith(f":{port:04X}")}
+        assert places == {f"0300007F:{port:04X}"}

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from paceline.elastic.crew import is_loss
-from paceline.groups import Group
+from paceline.groups import Work
 from paceline.testing import Meeting, spawn_ranks
 
 
-def how_a_wait_fails(group: Group) -> str:
+def how_it_fails(work: Work) -> str:
     """What a wait for the others raises here, and whether it is taken for a loss."""
-    work = group.start_all_reduce(torch.ones(4))
     try:
         work.wait()
     except RuntimeError as error:
@@ -29,7 +28,7 @@ def one_that_may_be_killed(meeting: Meeting) -> str:
         group.barrier()
         if meeting.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return how_a_wait_fails(group)
+        return how_it_fails(group.start_all_reduce(torch.ones(4)))
 
 
 def test_a_wait_for_a_killed_rank_fails_as_a_loss() -> None:
@@ -43,8 +42,9 @@ def one_that_aborts(meeting: Meeting) -> str:
         if meeting.rank == 1:  # does not come
             meeting.store().wait(["0 is free", "2 is free"])
             return ""
+        work = group.start_all_reduce(torch.ones(4))  # first: an aborted group starts nothing
         threading.Timer(0.05, group.abort).start()
-        found = how_a_wait_fails(group)
+        found = how_it_fails(work)
         meeting.store().set(f"{meeting.rank} is free", "")
         return found
 

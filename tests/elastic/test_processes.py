@@ -19,10 +19,12 @@ import pytest
 from paceline import Group, elastic
 from paceline._members import Rules, connect
 from paceline._members.keeper import Keeper
+from paceline.errors import JobEndedError
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
+from tests.waiting import until
 
-from .runs import Outcome, require_equal, train
+from .runs import Moment, Outcome, require_equal, train
 
 PLACES = ["begin", "shard", "averages", "end"]
 
@@ -54,6 +56,17 @@ def keeper(
         serving.close()
 
 
+def tells_when(count: int, file: Path) -> Callable[[Keeper], None]:
+    """A ``look`` that makes a file when the keeper has heard of so many that want to train."""
+
+    def look(serving: Keeper) -> None:
+        council = serving._service.council
+        if len({*council.current.members, *council._meeting}) >= count:
+            file.touch()
+
+    return look
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -71,9 +84,22 @@ def a_rank(meeting: Meeting, path: str, backend: str, epochs: int, deaths: dict[
 
     begun: list[bool] = []
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    outcome = train(connect(path), moment, backend=backend, epochs=epochs)
+    outcome = train_if_in_time(path, moment, backend=backend, epochs=epochs)
     after = len(os.listdir("/proc/self/fd")), threading.active_count()
-    return outcome, before, after
+    return None if outcome is None else (outcome, before, after)
+
+
+def train_if_in_time(path: str, moment: Moment, **options: Any) -> Outcome | None:
+    """What a rank ends with; None if the job had ended well before it came."""
+    try:
+        return train(connect(path), moment, **options)
+    except SystemExit as end:
+        if end.code != 0:
+            raise
+    except JobEndedError as end:  # it heard so while it connected
+        if not end.well:
+            raise
+    return None
 
 
 def a_rank_alone(meeting: Meeting, epochs: int) -> Outcome:
@@ -95,18 +121,19 @@ def require_all_equal(found: list[Any], epochs: int) -> list[Outcome]:
     return ends
 
 
-def a_rank_of_five(meeting: Meeting, path: str, backend: str, deaths: dict[int, Any]) -> Any:
+def a_rank_of_five(
+    meeting: Meeting, path: str, backend: str, deaths: dict[int, Any], all_have_come: Path
+) -> Any:
     """Train until it is killed: at a place of a step or, if it came later, of its first one."""
     step, place_of_death = deaths.get(meeting.rank, (math.inf, ""))
     groups: list[Group] = []
 
     def come(group: Group, **_others: Any) -> None:
         groups.append(group)
-        meeting.store().set(f"has come: {meeting.rank}", b"")
 
     def moment(now: elastic.JobStep, shards: int, place: str) -> None:
         if place == place_of_death and now.number >= step and groups[0].size() > 1:
-            meeting.store().wait([f"has come: {rank}" for rank in range(meeting.size)])
+            assert until(all_have_come.exists)
             die()
 
     return train(connect(path), moment, backend=backend, epochs=2, prepare=come), None, None
@@ -116,8 +143,9 @@ def a_rank_of_five(meeting: Meeting, path: str, backend: str, deaths: dict[int, 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_processes_that_are_killed_change_no_bit(backend: str, tmp_path: Path) -> None:
     deaths = {0: (2, "shard"), 1: (5, "averages"), 2: (7, "begin")}
-    with keeper(tmp_path, first=3, most=3) as path:
-        found = spawn_ranks(5, a_rank_of_five, path, backend, deaths, may_die=deaths)
+    all_have_come = tmp_path / "all have come"
+    with keeper(tmp_path, tells_when(5, all_have_come), first=3, most=3) as path:
+        found = spawn_ranks(5, a_rank_of_five, path, backend, deaths, all_have_come, may_die=deaths)
     assert None in found  # which of the five are the first three is not decided here
     assert len(require_all_equal(found, 2)) >= 2
 
@@ -165,8 +193,8 @@ def test_sigterm_lets_a_process_finish_its_step_and_the_others_go_on(tmp_path: P
     assert names == ["step-00000008", "step-00000010"]
 
 
-def many_rosters(meeting: Meeting, path: str, backend: str) -> Any:
-    """Rank 0 stays; of the others each dies two steps after it came."""
+def many_rosters(meeting: Meeting, path: str, backend: str, one_has_come: Path) -> Any:
+    """Rank 0 comes first, and stays; of the others each dies two steps after it came."""
     first: list[int] = []
     used: list[tuple[int, int]] = []
 
@@ -177,7 +205,9 @@ def many_rosters(meeting: Meeting, path: str, backend: str) -> Any:
         if place == "end":
             used.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
 
-    return train(connect(path), moment, backend=backend, epochs=3), used
+    if meeting.rank:
+        assert until(one_has_come.exists)
+    return train_if_in_time(path, moment, backend=backend, epochs=3), used
 
 
 @needs_shm
@@ -185,8 +215,9 @@ def many_rosters(meeting: Meeting, path: str, backend: str) -> Any:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_nothing_is_left_of_rosters_that_are_over(backend: str, tmp_path: Path) -> None:
     others = range(1, 8)
-    with keeper(tmp_path, first=3, most=3) as path:
-        found = spawn_ranks(8, many_rosters, path, backend, may_die=others)
+    one_has_come = tmp_path / "one has come"
+    with keeper(tmp_path, tells_when(1, one_has_come), first=3, most=3) as path:
+        found = spawn_ranks(8, many_rosters, path, backend, one_has_come, may_die=others)
     outcome, used = found[0]
     require_equal(outcome, undisturbed(3))
     (fds, threads), (fds_later, threads_later) = used[0], used[-1]

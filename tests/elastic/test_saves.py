@@ -89,13 +89,37 @@ def test_one_that_is_killed_while_it_writes_leaves_the_last_save(
         newest = saves.newest()
         assert newest is not None
         assert newest.steps == 10
-    saves.write(a_state(20))
+    for steps in (20, 30):
+        saves.write(a_state(steps))
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-00000010", "step-00000020"]
+    assert names == ["step-00000020", "step-00000030"]
 
 
 def _killed(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_the_last_save_of_one_that_leaves_spares_what_another_is_writing(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files = written._write_files
+
+    def write_slowly(folder: Path, state: JobState) -> None:
+        write_files(folder, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(written, "_write_files", write_files)
+            Saves(tmp_path).write(a_state(steps))
+
+    monkeypatch.setattr(written, "_write_files", write_slowly)
+    Saves(tmp_path).write(a_state(8))
+    assert read(tmp_path / "step-00000008").steps == 8
+
+
+def test_a_last_save_that_comes_behind_later_ones_is_not_kept(tmp_path: Path) -> None:
+    for steps in (8, 10, 4):
+        Saves(tmp_path).write(a_state(steps))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000010"]
 
 
 def test_a_full_disk_is_told_and_training_goes_on(

@@ -12,7 +12,8 @@ from paceline._etcd import Condition, Etcd, Put, StoreAddress, parse_store
 from paceline.errors import StoreLostError, StoreUrlError
 from tests.etcd.server import etcd_server, free_port, no_etcd
 
-SOON = 1.0  # seconds that a question has here
+SOON = 1.0  # seconds that a question has whose answer does not come
+PATIENCE = 60.0  # …and one that is answered
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def answering(data: bytes, pause: float = 0.0) -> Iterator[Etcd]:
             except OSError:
                 continue
             with caller:
-                caller.settimeout(SOON)
+                caller.settimeout(PATIENCE)
                 try:
                     caller.recv(1 << 16)
                     for piece in [data] if not pause else [bytes([b]) for b in data]:
@@ -121,13 +122,13 @@ def test_a_server_that_is_not_there_is_passed_over() -> None:
     good = b'{"header":{"revision":"4"}}'
     with answering(http(good)) as one:
         both = StoreAddress((("127.0.0.1", free_port()), *one.address.servers))
-        assert Etcd(both, SOON).read("key") == {}
+        assert Etcd(both, PATIENCE).read("key") == {}
 
 
 def test_a_write_that_may_have_happened_is_not_sent_to_another() -> None:
     good = b'{"header":{"revision":"4"},"succeeded":true}'
     with answering(b"") as dumb, answering(http(good)) as one:
-        etcd = Etcd(StoreAddress((*dumb.address.servers, *one.address.servers)), SOON)
+        etcd = Etcd(StoreAddress((*dumb.address.servers, *one.address.servers)), PATIENCE)
         with pytest.raises(StoreLostError):
             etcd.write({"key": Put(b"")}, [])
         assert etcd.write({"key": Put(b"")}, []) == 4  # asked again, of the other first

@@ -14,6 +14,8 @@ from typing import Any
 from paceline._members import HowFar
 from paceline._members.client import SocketMember
 
+WITHIN = 120.0  # seconds for what may include the start of a keeper's process
+
 
 class KeeperAt:
     """A keeper's process at a path of its own; killed and started again by whoever asks."""
@@ -49,7 +51,7 @@ class KeeperAt:
         self.kill()
         self.start()
 
-    def join(self, within: float = 20.0) -> SocketMember:
+    def join(self, within: float = WITHIN) -> SocketMember:
         member = SocketMember(self.path, keeper_within=within)
         self._members.append(member)
         return member
@@ -80,12 +82,14 @@ class KeeperAt:
         self.folder.cleanup()
 
 
-def on_threads(*calls: Callable[[], Any], within: float = 30.0) -> list[Any]:
+def on_threads(*calls: Callable[[], Any], within: float = 2 * WITHIN) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [one.result(within) for one in [pool.submit(call) for call in calls]]
 
 
-def meet(members: list[SocketMember], steps: int = -1, why: str = "", within: float = 20.0) -> Any:
+def meet(
+    members: list[SocketMember], steps: int = -1, why: str = "", within: float = WITHIN
+) -> Any:
     """Let all meet; the roster that they all got."""
     calls = [lambda m=m: m.meet(HowFar(steps, why=why), within) for m in members]
     rosters = on_threads(*calls)

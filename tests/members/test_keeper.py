@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ import torch.distributed as dist
 
 from paceline._members import HowFar, RosterChange, client, connect
 from paceline._members.client import SocketMember
-from paceline.errors import KeeperLostError, MembershipError
+from paceline.errors import JobEndedError, KeeperLostError, MembershipError
 from tests.waiting import until
 
-from .keepers import KeeperAt, descriptors, meet, on_threads, ready
+from .keepers import WITHIN, KeeperAt, descriptors, meet, on_threads, ready
 
 
 def test_members_meet_and_share_keys_and_hear_of_one_that_closes() -> None:
@@ -69,13 +70,14 @@ def test_a_roster_in_use_goes_on_with_the_next_keeper() -> None:
 def test_a_meeting_goes_on_with_the_next_keeper() -> None:
     with KeeperAt("--first", "2") as keeper:
         members = keeper.begin(2)
-        first = threading.Thread(target=members[0].meet, args=(HowFar(3, why="lost"), 20))
+        keeper.prepare()
+        first = threading.Thread(target=members[0].meet, args=(HowFar(3, why="lost"), WITHIN))
         heard: queue.Queue[RosterChange] = queue.Queue()
         members[1].listen(heard.put)
         first.start()
         assert heard.get(timeout=60).kind == "lost"  # so the keeper knows that one has come
         keeper.replace()
-        assert members[1].meet(HowFar(3, why="lost"), 20).members == (0, 1)
+        assert members[1].meet(HowFar(3, why="lost"), WITHIN).members == (0, 1)
         first.join(120)
 
 
@@ -121,6 +123,16 @@ def _millis(n: int):
     from datetime import timedelta
 
     return timedelta(milliseconds=n)
+
+
+def test_one_that_comes_when_the_job_is_finished_hears_so_at_the_meeting() -> None:
+    with KeeperAt() as keeper:
+        (member,) = keeper.begin(1)
+        member.leave("it has finished", finished=True)
+        late = keeper.join()
+        with pytest.raises(JobEndedError) as caught:
+            late.meet(HowFar(), WITHIN)
+        assert caught.value.well
 
 
 def test_a_number_is_not_given_again_by_the_next_keeper() -> None:
@@ -171,9 +183,12 @@ def test_without_a_launcher_there_is_nothing_to_connect_to(monkeypatch) -> None:
 
 def test_a_process_that_is_killed_is_lost_at_once() -> None:
     with KeeperAt("--first", "2") as keeper:
-        other = get_context("spawn").Process(target=meet_and_wait, args=(keeper.path,), daemon=True)
+        spawn = get_context("spawn")
+        enrolled = spawn.Event()
+        other = spawn.Process(target=meet_and_wait, args=(keeper.path, enrolled), daemon=True)
         other.start()
         member = keeper.join()
+        assert enrolled.wait(300)  # it imports torch first
         roster = member.meet(HowFar(), 60)
         assert member.ready(roster.number)
         heard: queue.Queue[RosterChange] = queue.Queue()
@@ -187,10 +202,11 @@ def test_a_process_that_is_killed_is_lost_at_once() -> None:
         other.join(60)
 
 
-def meet_and_wait(path: str) -> None:
+def meet_and_wait(path: str, enrolled: Event) -> None:
     member = SocketMember(path)
+    enrolled.set()
     member.ready(member.meet(HowFar(), 60).number)
-    threading.Event().wait(60)
+    threading.Event().wait(300)
 
 
 def test_a_forked_child_is_no_member_and_keeps_nothing_open() -> None:

@@ -3,6 +3,7 @@
 import random
 import threading
 from contextlib import suppress
+from time import monotonic
 
 import pytest
 
@@ -10,7 +11,7 @@ from paceline._members import ChosenTerm, HowFar, KeeperSeat, KeeperTerms, Roste
 from paceline._members.agents import AgentHello, Enlist, Enlisted
 from paceline._members.council import Rules
 from paceline._members.service import Service
-from paceline._members.terms import TermRight
+from paceline._members.terms import SHARE, TermRight
 from paceline.errors import StoreLostError, TermOverError
 from tests.etcd.fake import FakeEtcd
 
@@ -27,15 +28,15 @@ def terms_of(store: FakeEtcd) -> KeeperTerms:
     return KeeperTerms(store, "paceline/job")  # type: ignore[arg-type]
 
 
-def chosen(store: FakeEtcd, seconds: int = SECONDS) -> ChosenTerm:
+def chosen(store: FakeEtcd) -> ChosenTerm:
     terms = terms_of(store)
-    found = terms.take(terms.look(), ME, seconds)
+    found = terms.take(terms.look(), ME, SECONDS)
     assert found is not None
     return found
 
 
-def right_of(store: FakeEtcd, seconds: int = SECONDS) -> TermRight:
-    return TermRight(terms_of(store), chosen(store, seconds))
+def right_of(store: FakeEtcd) -> TermRight:
+    return TermRight(terms_of(store), chosen(store))
 
 
 def roster(number: int, *members: int) -> Roster:
@@ -108,8 +109,10 @@ def test_a_keeper_whose_lease_has_ended_writes_nothing_whatever_its_clock_says(s
 
 
 def test_a_keeper_that_cannot_renew_its_lease_stops_before_it_ends(store) -> None:
-    right = right_of(store, seconds=1)
+    right = right_of(store)
+    assert right.until <= monotonic() + SHARE * SECONDS
     store.fault = lambda call, when: True
+    right._until = monotonic() + 0.3
     with pytest.raises(TermOverError, match="could not be renewed"):
         right.write(1, 0, None)  # tried again until the time is over
     with pytest.raises(TermOverError):

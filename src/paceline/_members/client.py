@@ -66,7 +66,8 @@ class SocketMember(Membership):
         self._thread = threading.Thread(target=self._run, name="paceline-members", daemon=True)
         self._thread.start()
         self._enrolled.wait()
-        self._raise_if_over()
+        if not getattr(self._over, "well", False):  # else it is late, and not needed
+            self._raise_if_over()
 
     def close(self) -> None:
         """Close the connection without telling the keeper."""

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
+_LAST_WORD = 10.0  # seconds for the keeper's answer to one that waits no longer
+
+
 class Membership(ABC):
     """What every implementation of Members shares: who asked what, and what was answered.
 
@@ -236,7 +239,7 @@ class Membership(ABC):
     def _give_up_meeting(self, word: Meet) -> Decided | Refused:
         """Wait no longer; the answer may have been on its way, or says who was waited for."""
         self._say(Withdraw(word.turn))
-        answer = self._answer_to("meet", 1.0)
+        answer = self._answer_to("meet", _LAST_WORD)
         with self._lock:
             self._meeting = None
         if isinstance(answer, Decided | Refused):

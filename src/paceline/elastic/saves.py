@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 TENSORS, STATE = "tensors.safetensors", "state.msgpack"
 _FORMAT = 1
 _NAME, _DRAFT = re.compile(r"step-(\d{8,})"), ".draft-"
+_DRAFT_STEPS = re.compile(r"\.draft-(\d+)-")
 _KEPT = 2
 
 
@@ -72,7 +73,11 @@ class Saves:
             )
 
     def write(self, state: JobState) -> Path:
-        """Write ``state`` and return its folder; raises if it could not."""
+        """Write ``state`` and return its folder; raises if it could not.
+
+        A rank that leaves writes its last state while the others go on, and save in the same folder
+        what comes later: where they were quicker, its own is not one of those that are kept.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.folder / f"step-{state.steps:08d}"
         draft = self.folder / f"{_DRAFT}{state.steps}-{secrets.token_hex(4)}"
@@ -86,16 +91,16 @@ class Saves:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        self._remove_old(final)
+        self._remove_old(state.steps)
         return final
 
-    def _remove_old(self, latest: Path) -> None:
-        paths = self._paths()
-        for path in paths[_KEPT:]:
-            if path != latest:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(f"{_DRAFT}*"):  # of ranks that were killed
+    def _remove_old(self, steps: int) -> None:
+        for path in self._paths()[_KEPT:]:
             shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_DRAFT}*"):  # of ranks that were killed
+            match = _DRAFT_STEPS.match(path.name)
+            if match is None or int(match[1]) < steps:  # others may be written just now
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- reading --------------------------------------------------------------------------------
 
