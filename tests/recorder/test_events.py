@@ -17,6 +17,7 @@ from paceline import recorder
 from paceline.errors import CollectiveArgumentError, MismatchError, RecorderArgumentError
 from paceline.groups import Group
 from paceline.recorder import events
+from paceline.recorder.watch import watch
 from paceline.testing import run_ranks
 from tests.waiting import until
 
@@ -29,7 +30,7 @@ def empty() -> Iterator[None]:
 
 
 def entries(rank: int = 0) -> list[events.Entry]:
-    return [entry for entry in events.calls if entry.board.rank == rank]
+    return [entry for entry in list(events.calls) if entry.board.rank == rank]
 
 
 def line_number(function: Callable[..., object], text: str) -> int:
@@ -67,11 +68,15 @@ def test_a_call_has_a_beginning_as_soon_as_it_can_be_seen() -> None:
     assert all(seen)
 
 
-def test_a_started_call_ends_when_it_is_waited_for() -> None:
+def test_a_started_call_ends_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "look", lambda: None)  # who looks may find that it is done
+    both_started = threading.Barrier(2)  # who ends looks at the calls of the other, too
+
     def one_rank(group: Group) -> None:
         work = group.all_reduce(torch.ones(3), async_op=True)
         entry = entries(group.rank())[-1]
         assert entry.finished == 0
+        both_started.wait(60)
         work.wait()
         assert entry.finished > entry.began
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline import recorder
 from paceline.errors import CollectiveTimeoutError, PacelineError
 from paceline.groups import Group
 from paceline.recorder import events, explain
+from paceline.recorder import watch as watching
 from paceline.recorder.account import Account
 from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.peers import Silence
@@ -29,6 +31,7 @@ from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 from tests.recorder.patience import be_patient
+from tests.waiting import until
 
 DEADLINE = 180.0
 TEXT = "it was the cat"
@@ -184,7 +187,7 @@ def test_calls_that_fail_together_are_explained_together(deaf: Deaf) -> None:
 def test_failures_beyond_some_at_once_start_no_more_threads(deaf: Deaf) -> None:
     def one_rank(group: Group) -> None:
         group.barrier()
-        own = next(e for e in events.calls if e.board is group.board)
+        own = next(e for e in list(events.calls) if e.board is group.board)
         if group.rank() == 0:
             for number in range(3 * explain.AT_ONCE):
                 error = CollectiveTimeoutError(0, "recv", 0, (1, number))
@@ -199,18 +202,34 @@ def test_failures_beyond_some_at_once_start_no_more_threads(deaf: Deaf) -> None:
 
 
 def wait_for_a_stopped_rank(meeting: Meeting) -> str:
-    """The error's text at once; the process ends right after it."""
+    """The error's text while the others are still asked; the process ends right after it."""
+    watching.AT_EXIT = DEADLINE  # a busy machine takes its time
     group = meeting.new_group("shm", timeout=timedelta(seconds=DEADLINE))
     pid = torch.tensor(os.getpid())
     group.broadcast(pid, 1)
     if meeting.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     Finalize(None, os.kill, (pid.item(), signal.SIGKILL), exitpriority=50)  # after the recorder's
+    assert until(lambda: is_stopped(int(pid)))
+    in_words, hear = threading.Event(), watch.peers.hear
+
+    def hear_later(*args: Any) -> Any:
+        assert in_words.wait(DEADLINE)
+        return hear(*args)
+
+    watch.peers.hear = hear_later  # type: ignore[method-assign]
     try:
         group.allreduce([torch.ones(4)], timeout=0.3).wait()
     except CollectiveTimeoutError as error:
-        return str(error)
+        text = str(error)
+        in_words.set()
+        return text
     raise AssertionError("it must not succeed")
+
+
+def is_stopped(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
 
 
 @needs_shm
@@ -227,6 +246,7 @@ def test_the_explanation_still_appears_when_the_process_ends_right_after_the_err
 
 def train_with_eight_buckets(meeting: Meeting) -> tuple[str, int]:
     """What a backward pass raises, and how often the other ranks were asked for it."""
+    explain.SHARED = DEADLINE  # a busy machine lets calls fail one after the other
     group = meeting.new_group("shm")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
@@ -246,7 +266,7 @@ def train_with_eight_buckets(meeting: Meeting) -> tuple[str, int]:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
-    recorder.finish_explaining()
+    recorder.finish_explaining(DEADLINE)
     return type(caught.value).__name__, len(asked)
 
 

@@ -17,6 +17,7 @@ from paceline.recorder.peers import Silence
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, spawn_ranks
 from tests.groups import netns
+from tests.recorder.patience import await_line, be_patient
 from tests.recorder.test_verdicts import DEADLINE, WARNING, Ear
 
 Pair = tuple[netns.Host, netns.Host]
@@ -32,6 +33,7 @@ def hosts() -> Iterator[Pair]:
 
 
 def wait_across(meeting: Meeting, hosts: Pair) -> tuple[str, str]:
+    be_patient(DEADLINE)
     hosts[meeting.rank].enter()
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     patience = timedelta(seconds=DEADLINE)
@@ -44,6 +46,7 @@ def wait_across(meeting: Meeting, hosts: Pair) -> tuple[str, str]:
     if meeting.rank == 1:
         signal.wait(["explained"])  # rank 1 is on the other host
     else:
+        await_line(group.board, 1, "# rank 1 is on the other host")
         sys.stderr = Ear(said)
         recorder.configure(warn_after=WARNING)
         threading.Thread(target=lambda: signal.set("explained", said.get())).start()

@@ -16,6 +16,7 @@ from paceline import recorder
 from paceline.groups import Group
 from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
+from tests.waiting import until
 
 DEADLINE = 180.0
 
@@ -119,14 +120,17 @@ def test_the_summary_is_of_the_latest_steps() -> None:
 
 
 def test_waiting_for_a_slow_rank_shows_in_the_summary() -> None:
-    slow = threading.Event()
+    slow, boards = threading.Event(), dict[int, events.Board]()
 
     def one_rank(group: Group) -> recorder.Summary:
+        assert group.board is not None
+        boards[group.rank()] = board = group.board
         ddp = paceline.DistributedDataParallel(nn.Linear(4, 2), process_group=group)
         ddp(torch.ones(2, 4)).sum().backward()
         for _ in range(2):
             output = ddp(torch.ones(2, 4)).sum()
             if group.rank() == 1:
+                assert until(lambda: boards[0].made > board.made)  # rank 0 has called, and waits
                 slow.wait(0.2)  # nobody sets it
             output.backward()
         ddp(torch.ones(2, 4))

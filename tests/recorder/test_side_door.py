@@ -80,15 +80,16 @@ def test_a_process_of_another_host_is_asked_and_told_through_the_launchers(hosts
 
 
 def test_a_process_that_has_ended_is_told_from_one_that_cannot_be_reached(hosts: Pair) -> None:
-    address = hosts[1].office.address
+    address, peers = hosts[1].office.address, Peers()
+    peers.patience = DEADLINE
     hosts[1].office.listener.close()
     with pytest.raises(ConnectionRefusedError):
         ask(address, b"hello?", DEADLINE)
-    assert Peers().ask(address) is Silence.ENDED
+    assert peers.ask(address) is Silence.ENDED
     hosts[1].porter.close()  # its launcher is killed: what has become of its ranks is not known
     with pytest.raises(UnreachableError):
         ask(address, b"hello?", DEADLINE)
-    assert Peers().ask(address) is Silence.UNKNOWN
+    assert peers.ask(address) is Silence.UNKNOWN
     hosts[0].porter.close()
     with pytest.raises(UnreachableError, match="leads nowhere"):
         ask(address, b"hello?", DEADLINE)

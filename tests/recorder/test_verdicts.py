@@ -23,7 +23,8 @@ from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 from tests.recorder import bugs
 from tests.recorder.bugs import line
-from tests.recorder.patience import be_patient
+from tests.recorder.patience import await_line, be_patient
+from tests.scripts import ROOT
 
 DEADLINE = 180.0
 WARNING = 0.4  # seconds
@@ -69,6 +70,7 @@ def hear_of(meeting: Meeting, backend: str, bug: str) -> str:
     thread.start()
     words = said.get()
     while "\npaceline: " not in words and _is_premature(words):
+        watch._warned.clear()  # a call is told of once, and this may be the very one
         words = said.get()
     if meeting.rank == 0:
         store.set("explained", "yes")
@@ -153,6 +155,7 @@ def give_up(meeting: Meeting, backend: str) -> tuple[str, str]:
     if meeting.rank == 1:
         store.wait(["given up"])  # rank 1 is here
         return "", ""
+    await_line(group.board, 1, "# rank 1 is here")
     try:
         group.all_reduce(torch.zeros(3), timeout=0.5)
     except RuntimeError as error:
@@ -185,6 +188,7 @@ def wait_on_a_torch_group(meeting: Meeting) -> str:
     if meeting.rank == 1:
         store.wait(["explained"])  # rank 1 stays behind
     else:
+        await_line(group.board, 1, "# rank 1 stays behind")
         sys.stderr = Ear(said)
         recorder.configure(warn_after=WARNING)
         threading.Thread(target=lambda: store.set("explained", said.get())).start()
@@ -203,7 +207,9 @@ def test_a_rank_that_is_missing_from_a_torch_group_is_named_too() -> None:
 SCRIPT = """
 import torch
 import paceline
+from tests.recorder.patience import be_patient
 
+be_patient(100)
 group = paceline.new_group("gloo")
 for step in range(3):
     group.all_reduce(torch.ones(4))
@@ -219,6 +225,7 @@ def test_an_exception_on_one_rank_is_in_the_error_of_the_other(tmp_path: Path) -
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     record = {"PACELINE_RECORD": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    record["PYTHONPATH"] = str(ROOT)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **record}
     ranks = [
         subprocess.Popen(
@@ -231,7 +238,7 @@ def test_an_exception_on_one_rank_is_in_the_error_of_the_other(tmp_path: Path) -
         for rank in range(2)
     ]
     first, second = (rank.communicate(timeout=DEADLINE)[1] for rank in ranks)
-    assert "Rank 1 will not come: its process has ended with ValueError at train.py:9" in first
+    assert "Rank 1 will not come: its process has ended with ValueError at train.py:11" in first
     assert "the last call it made is number 2" in first
     assert second.rstrip().endswith("ValueError: a bad sample")
     logs = recorder.read_run(tmp_path / "run")

@@ -6,30 +6,34 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from paceline import recorder
 from paceline.errors import CollectiveTimeoutError
 from paceline.groups import Group
-from paceline.recorder import account, events
+from paceline.recorder import account, channel, events
 from paceline.recorder.account import account_of
 from paceline.recorder.explain import Explanation, Found
+from paceline.recorder.peers import Peers
+from paceline.recorder.places import Address
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
-from tests.recorder.patience import be_patient
+from tests.recorder.patience import await_line, be_patient
 from tests.waiting import until
 
 DEADLINE = 180.0
 
 
 @pytest.fixture(autouse=True)
-def empty() -> Iterator[None]:
+def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(watch.peers, "patience", DEADLINE)
     recorder.finish_explaining(DEADLINE)  # what earlier tests have left to explain
     events.forget()
     yield
@@ -47,26 +51,36 @@ def looks() -> Iterator[None]:
 def test_a_late_call_is_explained_once_on_every_rank_that_waits(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    explained = threading.Event()
-    recorder.configure(warn_after=0.2)
+    explained, boards = threading.Event(), dict[int, events.Board]()
+    recorder.configure(warn_after=DEADLINE)  # until all are where they are to be seen
 
     def one_rank(group: Group) -> None:
+        assert group.board is not None
+        boards[group.rank()] = group.board
         group.barrier()
         if group.rank() == 1:
             explained.wait(DEADLINE)  # rank 1 is stuck
-        else:
-            threading.Thread(target=await_notes).start()
         group.all_reduce(torch.ones(3))
 
     def await_notes() -> None:
-        for _ in looks():
-            if len(events.notes) == 2:
-                break
-        for _ in range(3):  # more looks say nothing more
-            watch.look()
-        explained.set()
+        try:
+            assert until(lambda: sum(e.kind == "all_reduce" for e in list(events.calls)) == 2)
+            for rank in (0, 2):
+                await_line(boards[rank], 1, "rank 1 is stuck")
+            recorder.configure(warn_after=0.2)
+            for _ in looks():
+                if len(events.notes) == 2:
+                    break
+            for _ in range(3):  # more looks say nothing more
+                watch.look()
+            recorder.configure(warn_after=DEADLINE)
+        finally:
+            explained.set()
 
-    run_ranks(3, one_rank, deadline=DEADLINE)
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(await_notes)
+        run_ranks(3, one_rank, deadline=DEADLINE)
+        looking.result()
     printed = [row for row in capfd.readouterr().err.splitlines() if row.startswith("paceline:")]
     assert len(printed) == 2
     assert {row.split()[2] for row in printed} == {"0", "2"}
@@ -94,7 +108,8 @@ class Queue:
 
 
 def test_a_call_that_a_device_does_not_end_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
-    recorder.configure(warn_after=0.2)
+    recorder.configure(warn_after=DEADLINE)  # until both have made the call
+    both_have = threading.Barrier(2, action=lambda: recorder.configure(warn_after=0.2))
     explained, queues = threading.Event(), [Queue(reached=True), Queue(reached=False)]
 
     def one_rank(group: Group) -> None:
@@ -103,9 +118,10 @@ def test_a_call_that_a_device_does_not_end_is_explained(capfd: pytest.CaptureFix
         group.all_reduce(torch.ones(3))  # returns, as on a device
         entry = group.board.on_device
         assert entry is not None
+        both_have.wait(DEADLINE)
         if group.rank() == 0:
             for _ in looks():
-                if events.notes:
+                if any(board is group.board for board, _ in list(events.notes)):
                     break
             queues[0].done = queues[1].done = True
             watch.look()
@@ -191,10 +207,9 @@ def test_where_calls_usually_take_long_one_is_late_after_five_times_that() -> No
     def one_rank(group: Group) -> float:
         for _ in range(3):
             group.barrier()
-        *_, last = [e for e in events.calls if e.board is group.board]
-        for entry in events.calls:
-            if entry.board is group.board and entry is not last:
-                entry.finished = entry.began + 4_000_000_000
+        *earlier, last = [e for e in list(events.calls) if e.board is group.board]
+        for entry in earlier:
+            entry.finished = entry.began + 4_000_000_000
         return watch._threshold(last)
 
     assert run_ranks(2, one_rank) == [20.0, 20.0]
@@ -203,11 +218,11 @@ def test_where_calls_usually_take_long_one_is_late_after_five_times_that() -> No
 def test_an_engines_error_is_left_alone_if_nobody_is_to_blame() -> None:
     def one_rank(group: Group) -> None:
         group.barrier()
-        own = next(e for e in events.calls if e.board is group.board)
+        own = next(e for e in list(events.calls) if e.board is group.board)
         innocent, other = RuntimeError("Oh"), KeyError("Oh")
         watch.failed(own, innocent)
         watch.failed(own, other)
-        recorder.finish_explaining()
+        recorder.finish_explaining(DEADLINE)
         assert str(innocent) == "Oh"
         assert (innocent.args, other.args) == (("Oh",), ("Oh",))
         group.barrier()
@@ -220,7 +235,7 @@ def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> 
 
     def one_rank(group: Group) -> tuple[str, str]:
         group.barrier()
-        own = next(e for e in events.calls if e.board is group.board)
+        own = next(e for e in list(events.calls) if e.board is group.board)
         late = RuntimeError("Timed out")
         if group.rank() == 1:
             through.set()
@@ -228,7 +243,7 @@ def test_an_engines_error_gets_the_verdict_as_text_if_somebody_is_to_blame() -> 
             assert through.wait(60)
             own.sequence = 9  # as if it had called more often than the other
             watch.failed(own, late)
-            recorder.finish_explaining()
+            recorder.finish_explaining(DEADLINE)
         group.barrier()
         return str(late), events.notes[-1][1]
 
@@ -377,7 +392,7 @@ def fork_while_all_is_locked(meeting: Meeting) -> tuple[int, int, int]:
 
 def _use_all_in_the_child(error: CollectiveTimeoutError, board: events.Board) -> None:
     """Does what a program may do in a child, then ends as one does; a deadlock ends it too."""
-    signal.alarm(20)
+    signal.alarm(int(DEADLINE / 2))
     try:
         assert "timed out" in str(error)
         recorder.summary()
@@ -398,6 +413,7 @@ def test_a_child_forked_at_any_moment_is_not_stuck_and_does_not_end_its_parent()
 
 
 def measure_clocks(meeting: Meeting) -> float:
+    be_patient(DEADLINE)
     group = meeting.new_group("gloo")
     group.barrier()
     board = group.board
@@ -412,6 +428,20 @@ def measure_clocks(meeting: Meeting) -> float:
 def test_two_ranks_of_one_host_find_their_clocks_alike() -> None:
     for offset in spawn_ranks(2, measure_clocks, deadline=DEADLINE):
         assert abs(offset) < 1.0
+
+
+def test_the_time_is_asked_with_the_patience_of_any_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def ask(_address: Address, _question: bytes, patience: float = 0.0) -> bytes:
+        given.append(patience)
+        return msgspec.msgpack.encode(time.time())
+
+    monkeypatch.setattr(channel, "ask", ask)
+    peers = Peers()
+    peers.patience = 8.0
+    peers.clock(Address("process", "", 0, b"", "machine", "network", 1))
+    assert set(given) == {4.0}
 
 
 def test_a_step_without_a_backward_pass_is_told_long_after_others_are_not() -> None:

@@ -248,21 +248,21 @@ class Listener:
     # -- letters ------------------------------------------------------------------------------
 
     def read_all(self, seconds: float) -> bool:
-        """Wait until all letters are read that have come by now; False: it took longer."""
+        """Wait until all letters are read that have come by now.
+
+        False: it took longer, or it is closed.
+        """
         read = threading.Event()
         self._waiting.put(read)
         try:
             os.eventfd_write(self._bell, 1)
-            return read.wait(seconds)
+            return read.wait(seconds) and not self._closed
         except (OSError, ValueError):  # it is closed
             return False
 
     def _catch_up(self) -> None:
         """Read the letters that have come; then say so to those who wait for it."""
-        waiting = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.append(self._waiting.get_nowait())
+        waiting = self._those_who_wait()
         with contextlib.suppress(BlockingIOError):
             for _ in range(_AT_MOST):
                 self._open_letter()
@@ -273,6 +273,13 @@ class Listener:
                 break
         for read in waiting:
             read.set()
+
+    def _those_who_wait(self) -> list[threading.Event]:
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._waiting.get_nowait())
+        return waiting
 
     def _open_letter(self) -> None:
         if self._letters is None:
@@ -299,6 +306,8 @@ class Listener:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         self.drop()
+        for read in self._those_who_wait():  # whoever comes from here on finds no bell
+            read.set()
 
     def drop(self) -> None:
         """Let go of the sockets; those of a process this one was forked from stay open there."""

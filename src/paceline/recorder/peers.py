@@ -278,10 +278,10 @@ class Peers:
 
     def clock(self, address: Address) -> float:
         """Seconds that the clock over there is ahead of ours; best of a few tries."""
-        tries = []
+        question, tries = msgspec.msgpack.encode(Question(0, time=True)), []
         for _ in range(5):
             before = time.time()
-            answer = channel.ask(address, msgspec.msgpack.encode(Question(0, time=True)))
+            answer = channel.ask(address, question, self.patience / 2)
             after = time.time()
             theirs = msgspec.msgpack.decode(answer, type=float)
             tries.append((after - before, theirs - (before + after) / 2))

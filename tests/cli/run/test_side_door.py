@@ -8,12 +8,15 @@ import pytest
 from paceline._doors import JobKey
 from tests.cli.launches import paceline, start
 from tests.cli.run.test_no_port import LISTENS
+from tests.scripts import ROOT
 
 ASK = """
 import paceline
 from paceline.recorder.places import is_far
 from paceline.recorder.watch import watch
+from tests.recorder.patience import be_patient
 
+be_patient(100)
 group = paceline.new_group(sys.argv[1])
 group.barrier()
 listens = watch.peers._listener
@@ -38,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_ranks_of_one_machine_have_no_port(script: Path, capsys) -> None:
-    ended = paceline(capsys, "run", "--nproc", 2, script, "shm")
+    ended = paceline(capsys, "run", "--nproc", 2, script, "shm", PYTHONPATH=str(ROOT))
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == [
         "[0] 1 False side 0o700 []",
@@ -57,7 +60,7 @@ def test_ranks_of_two_machines_ask_each_other_through_their_launchers(
         port = probe.getsockname()[1]
     words = ["run", "--nnodes", 2, "--nproc", 1, "--master-addr", "127.0.0.1", "--key", key]
     words += ["--master-port", port, "--node-rank"]
-    launched = [start(*words, number, script, "gloo") for number in (0, 1)]
+    launched = [start(*words, n, script, "gloo", PYTHONPATH=str(ROOT)) for n in (0, 1)]
     said = [each.communicate(timeout=120) for each in launched]
     assert [each.returncode for each in launched] == [0, 0], said
     assert said[0][0].startswith("[0] 1 True side 0o700 ")
