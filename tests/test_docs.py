@@ -19,7 +19,6 @@ import inspect
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import types
@@ -147,9 +146,7 @@ def meet_afresh(meeting: Meeting, number: int) -> None:
     """Give the ranks a new place to meet: torch does not take an old one twice."""
     store = meeting.store()
     if meeting.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            store.set(f"port/{number}", str(probe.getsockname()[1]))
+        store.set(f"port/{number}", str(paceline.testing._free_port()))
     os.environ["MASTER_PORT"] = store.get(f"port/{number}").decode()
 
 

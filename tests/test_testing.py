@@ -15,9 +15,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ from paceline.groups import Group
 from paceline.testing import Meeting, fail_on_cue, hold_on_cue, run_ranks, spawn_ranks
 from tests.waiting import until
 
+CountFrom = Callable[[Callable[[Sequence[testing._Rank]], object]], None]
+
 
 def hang() -> NoReturn:
     threading.Event().wait()
@@ -39,6 +43,28 @@ def failures(*args: object, **options: object) -> RanksFailedError:
     with pytest.raises(RanksFailedError) as caught:
         spawn_ranks(*args, **options)
     return caught.value
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks end after another's failure, and write their stacks, as late as it comes."""
+    monkeypatch.setattr(testing, "_GRACE", 60.0)
+    monkeypatch.setattr(testing, "_LAST_WORDS", 60.0)
+
+
+@pytest.fixture
+def count_from(monkeypatch: pytest.MonkeyPatch) -> CountFrom:
+    """Let the deadline of ranks count from a moment of theirs, however late they come to it."""
+    watch = testing._watch
+
+    def count(moment: Callable[[Sequence[testing._Rank]], object]) -> None:
+        def watch_from_then(ranks: Sequence[testing._Rank], *words: Any) -> None:
+            assert until(lambda: moment(ranks))
+            watch(ranks, *words)
+
+        monkeypatch.setattr(testing, "_watch", watch_from_then)
+
+    return count
 
 
 # Results.
@@ -214,18 +240,21 @@ def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
 
 def one_hangs(meeting: Meeting) -> str:
     if meeting.rank == 1:
+        meeting.store().set("is about to", "")
         hang()
+    meeting.store().wait(["is about to"])
     return "done"
 
 
-def test_a_hung_rank_is_killed_at_the_deadline_and_its_stack_shown() -> None:
-    spawn_ranks(1, scale, 1)  # the server's start does not count
+@pytest.mark.usefixtures("patient")
+def test_a_hung_rank_is_killed_at_the_deadline_and_its_stack_shown(count_from: CountFrom) -> None:
+    count_from(lambda ranks: ranks[0].process.exitcode == 0)
     start = time.monotonic()
-    error = failures(2, one_hangs, deadline=5)
-    assert 5 <= time.monotonic() - start < 60
+    error = failures(2, one_hangs, deadline=2)
+    assert time.monotonic() - start >= 2
     ((rank, text),) = error.failures
     assert rank == 1
-    assert "still running after 5 s" in text
+    assert "still running after 2 s" in text
     assert "in hang" in text
     assert "in one_hangs" in text
 
@@ -247,8 +276,10 @@ def hang_at_exit(meeting: Meeting) -> None:
     threading.Thread(target=hang).start()
 
 
-def test_a_rank_that_returns_but_does_not_end_is_hung() -> None:
-    ((_, text),) = failures(1, hang_at_exit, deadline=5).failures
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_returns_but_does_not_end_is_hung(count_from: CountFrom) -> None:
+    count_from(lambda ranks: ranks[0].reports.poll())
+    ((_, text),) = failures(1, hang_at_exit, deadline=2).failures
     assert "though its function had returned" in text
     assert "in hang" in text
 
@@ -261,13 +292,15 @@ def one_fails_one_hangs(meeting: Meeting) -> None:
     hang()
 
 
+@pytest.mark.usefixtures("patient")
 def test_ranks_that_hang_after_a_failure_do_not_wait_for_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(testing, "_GRACE", 0.2)
+    spawn_ranks(1, scale, 1)  # the server's start does not count
     start = time.monotonic()
-    error = failures(2, one_fails_one_hangs)
-    assert time.monotonic() - start < 30.0
+    error = failures(2, one_fails_one_hangs, deadline=120)
+    assert time.monotonic() - start < 120
     (first, why), (second, late) = error.failures
     assert (first, second) == (0, 1)
     assert "ValueError: why the other hangs" in why
@@ -292,6 +325,7 @@ def die(meeting: Meeting, how: str) -> str:
         ("3", "exited with status 3 and returned nothing."),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_dies_is_reported_unless_it_may_die(how: str, what: str) -> None:
     assert failures(2, die, how).failures == [(1, what)]
     assert spawn_ranks(2, die, how, may_die=[1]) == ["alive", None]
@@ -386,6 +420,25 @@ def test_no_process_file_or_descriptor_is_left_behind(
     assert multiprocessing.active_children() == []
 
 
+def test_an_interrupt_that_comes_while_a_rank_is_started_leaves_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn_ranks(1, scale, 1)  # the server stays
+    before, start, handler = children(), ForkServerProcess.start, signal.getsignal(signal.SIGINT)
+
+    def start_and_be_interrupted(process: ForkServerProcess) -> None:
+        start(process)
+        if process.name == "rank 1":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ForkServerProcess, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        spawn_ranks(3, one_hangs)
+    assert multiprocessing.active_children() == []
+    assert until(lambda: not children() - before)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 # Ranks as threads.
 
 
@@ -413,6 +466,7 @@ def test_threads_are_of_this_process_and_end() -> None:
     assert until(lambda: not set(threading.enumerate()) - before)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failing_thread_frees_those_that_wait_and_comes_first() -> None:
     def one_rank(group: Group) -> None:
         if group.rank() == 1:
@@ -428,6 +482,7 @@ def test_a_failing_thread_frees_those_that_wait_and_comes_first() -> None:
     assert isinstance(error.__cause__, KeyError)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failing_thread_frees_those_that_wait_in_a_split_group() -> None:
     def one_rank(group: Group) -> None:
         pair = group.split([0, 1])
@@ -461,11 +516,22 @@ def test_a_thread_that_returns_early_is_not_waited_for() -> None:
     assert list(error.__cause__.ranks) == [1]
 
 
-def test_threads_that_hang_are_named_with_their_stacks_and_freed() -> None:
+def test_threads_that_hang_are_named_with_their_stacks_and_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended = threading.Event()
+    both_wait = threading.Barrier(3, timeout=60)  # and who counts the seconds from then
+    await_threads = testing._await_threads
+
+    def await_from_then(*words: Any) -> None:
+        both_wait.wait()
+        await_threads(*words)
+
+    monkeypatch.setattr(testing, "_await_threads", await_from_then)
 
     def wait_in_vain(group: Group) -> None:
         try:
+            both_wait.wait()
             group.recv(torch.ones(1), 1)
         finally:
             ended.set()
@@ -474,6 +540,7 @@ def test_threads_that_hang_are_named_with_their_stacks_and_freed() -> None:
         if group.rank() == 0:
             wait_in_vain(group)
         else:
+            both_wait.wait()
             group.recv(torch.ones(1), 0)
 
     error = thread_failures(2, one_rank, deadline=0.3)

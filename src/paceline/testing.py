@@ -95,7 +95,7 @@ def _check_numbers(caller: str, n: int, deadline: float) -> None:
 # Ranks as threads.
 
 
-def run_ranks(n: int, fn: Callable[[Group], R], *, deadline: float = 30.0) -> list[R]:
+def run_ranks(n: int, fn: Callable[[Group], R], *, deadline: float = 60.0) -> list[R]:
     """Call ``fn(group)`` on ``n`` threads and return the results by rank.
 
     Each thread gets its rank's object of one group with the ``threads`` backend. ``fn`` may be any
@@ -377,7 +377,8 @@ def spawn_ranks(
     _check_numbers("spawn_ranks", n, deadline)
     call = _pickle_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
-        plan = _Plan(n, call, deadline, folder, os.environ | _meeting_point(n), dict(env or {}))
+        longest = deadline + _GRACE + _LAST_WORDS
+        plan = _Plan(n, call, longest, folder, os.environ | _meeting_point(n), dict(env or {}))
         with _started(plan) as ranks:
             _watch(ranks, deadline, may_die)
             _raise_failures(ranks)
@@ -424,7 +425,7 @@ class _Plan:
 
     size: int
     call: bytes
-    deadline: float
+    longest: float  # seconds that a rank may run
     folder: str  # holds the store, and the stacks of ranks that hang or crash
     environ: dict[str, str]
     env: dict[str, str]  # the caller's, which win over the rank's own
@@ -456,7 +457,7 @@ def _run(plan: _Plan, rank: int, reports: Connection, output: Sequence[Connectio
     os.environ.clear()
     os.environ.update(plan.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | plan.env)
     # If the process that spawned this one is itself killed, nobody else ends a hung rank.
-    signal.alarm(int(plan.deadline + _GRACE + _LAST_WORDS) + 1)
+    signal.alarm(int(plan.longest) + 1)
     stack = plan.stack_path(rank).open("w")  # stays open: faulthandler keeps it
     faulthandler.enable(stack)
     # Chained to the default handler, which ends the process once its stack is written.
@@ -546,7 +547,8 @@ def _started(plan: _Plan) -> Iterator[list[_Rank]]:
     try:
         with _one_thread():
             for number in range(plan.size):
-                ranks.append(_start(context, plan, number))
+                with _interrupt_later():  # else a rank that has just started is in no list
+                    ranks.append(_start(context, plan, number))
         yield ranks
     finally:
         for rank in ranks:
@@ -555,6 +557,27 @@ def _started(plan: _Plan) -> Iterator[list[_Rank]]:
             rank.process.join()
             rank.process.close()
             rank.reports.close()
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Leave SIGINT to its handler only at the end.
+
+    Blocking it would not do: another thread gets it then, and the handler runs in this one all the
+    same.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield  # no handler, or none that runs here
+        return
+    noted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -233,8 +233,10 @@ def test_a_failed_try_makes_the_command_end_with_1(
 
 @needs_shm
 def test_the_command_tries_both_engines_and_tells_it_all_as_json(
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("paceline.cli.doctor.probe.PATIENCE", 120.0)  # on a busy machine
+    monkeypatch.setattr("paceline.cli.doctor.probe.DEADLINE", 240.0)
     code = main(["doctor", "--json"])
     said = capfd.readouterr()
     assert code == 0, said.out + said.err

@@ -1,11 +1,11 @@
 """What ``paceline run`` makes of a script that was written for torch alone."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from paceline import testing
 from tests.cli.launches import paceline
 
 OPENS = """
@@ -43,11 +43,7 @@ def train(rank, size, port):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train, (2, port), nprocs=2)
+    mp.spawn(train, (2, int(sys.argv[1])), nprocs=2)
 """
 
 
@@ -102,7 +98,8 @@ def test_what_a_script_for_torch_gets_from_init_process_group(
 
 @pytest.mark.slow
 def test_ranks_that_a_script_spawns_on_a_port_of_its_own_get_all_of_it(script, capsys) -> None:
-    ended = paceline(capsys, "run", "--nproc", 1, "--drop-in", script(SPAWNS))
+    port = testing._free_port()
+    ended = paceline(capsys, "run", "--nproc", 1, "--drop-in", script(SPAWNS), port)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines() == ["[0] paceline shm"] * 2
     assert 'init_process_group("gloo") opened paceline\'s engine shm' in ended.err
@@ -175,8 +172,6 @@ dist.destroy_process_group()
 
 
 def test_one_endpoint_has_the_numbers_of_all_ranks_of_the_host(script, capsys) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = testing._free_port()
     ended = paceline(capsys, "run", "--nproc", 2, "--metrics", port, script(ASKS))
     assert (ended.code, ended.out) == (0, "[0] both\n"), ended.err

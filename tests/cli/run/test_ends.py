@@ -18,7 +18,8 @@ from tests.cli.launches import Launched, fork, paceline, signals_kept
 from tests.cli.run.test_ctrl_c import alive
 from tests.cli.run.test_machines import free_port
 
-# On SIGTERM it saves, and that takes as long as nobody writes to the named pipe of its rank.
+# On SIGTERM it saves, and that takes as long as nobody writes to the named pipe of its rank. Given
+# another named pipe, rank 1 is killed; the pipe opens when both ranks open it.
 SAVES = """
 import os, signal, sys
 def save(*_):
@@ -28,9 +29,11 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("up", os.getpid(), flush=True)
-if sys.argv[2:] == ["fail"] and os.environ["RANK"] == "1":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGKILL)
+for both_are_up in sys.argv[2:]:
+    open(both_are_up, "rw"[int(os.environ["RANK"])]).close()
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGKILL)
 while True:
     signal.pause()
 """
@@ -77,10 +80,10 @@ def test_ranks_have_30_seconds_by_default_as_under_torchrun(capsys) -> None:
 def test_a_rank_that_saves_is_waited_for_and_the_launcher_ends_when_it_has(
     begin, tmp_path, fails
 ) -> None:
-    for rank in range(2):
-        os.mkfifo(tmp_path / f"gate{rank}")
+    for name in ("gate0", "gate1", "both"):
+        os.mkfifo(tmp_path / name)
     words = ["run", "--nproc", 2, "--grace", 600, tmp_path / "script.py", tmp_path / "gate"]
-    launched = begin(*words, *(["fail"] if fails else []))
+    launched = begin(*words, *([tmp_path / "both"] if fails else []))
     line(launched, "up"), line(launched, "up")
     if not fails:
         launched.send_signal(signal.SIGTERM)
@@ -175,7 +178,7 @@ def test_a_launcher_that_waits_for_other_machines_ends_at_once_and_leaves_nothin
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
         store.wait(["paceline/round/1"])
     else:  # it waits for somebody to listen there: the handlers are set before
-        wait_for_handler(launched.pid)
+        wait_for_handler(launched.pid, number)
     launched.send_signal(number)
     _, err = launched.communicate(timeout=60)
     assert launched.returncode == 128 + number
@@ -183,12 +186,12 @@ def test_a_launcher_that_waits_for_other_machines_ends_at_once_and_leaves_nothin
     assert folder(tmp_path) == []
 
 
-def wait_for_handler(pid: int) -> None:
-    """Until the process has a handler for SIGTERM."""
+def wait_for_handler(pid: int, number: int) -> None:
+    """Until the process has a handler for this signal."""
     while True:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
-        if caught >> (signal.SIGTERM - 1) & 1:
+        if caught >> (number - 1) & 1:
             return
 
 
@@ -212,14 +215,15 @@ def test_a_signal_between_two_attempts_is_not_lost(begin, tmp_path) -> None:
     stubborn = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-print("up", flush=True)
+open(sys.argv[1], "rw"[int(os.environ["RANK"])]).close()  # when both ranks open it
 if os.environ["RANK"] == "1":
     os._exit(3)
 while True:
     signal.pause()
 """
+    os.mkfifo(tmp_path / "both")
     words = ["run", "--nproc", 2, "--max-restarts", 3, "--grace", 600, tmp_path / "script.py"]
-    launched = begin(*words, text=stubborn)
+    launched = begin(*words, tmp_path / "both", text=stubborn)
     line(launched, "asked")
     launched.send_signal(signal.SIGTERM)
     line(launched, "asked")

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from _paceline_store import store_at
+from paceline import testing
 from paceline._doors import SIDE_DOOR, JobKey
 from paceline.cli.run.machine_stores import listen_openly
 from paceline.cli.run.meeting import MachineMeeting
@@ -23,9 +24,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return testing._free_port()  # one that nobody gets who asks for any before it is used
 
 
 Machine = Callable[..., Launch]
@@ -206,6 +205,7 @@ def test_a_round_begins_with_the_least_machines_and_calls_those_who_come_later(m
     with ThreadPoolExecutor(3) as pool:
         late = pool.submit(together, machine(port, 3, 2, least=2), last_call=call)
         assert until(first.num_nodes_waiting)
+        first._last_call = PATIENCE  # it ends when all three are there
         again = [pool.submit(meeting.next_rendezvous) for meeting in (first, second)]
         infos = [info.result() for info in again]
         (third,) = late.result()

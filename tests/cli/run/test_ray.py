@@ -74,22 +74,28 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("up", os.getpid(), flush=True)
-if os.environ["RANK"] == sys.argv[1]:
-    os._exit(3)
+for both_are_up in sys.argv[1:]:  # a named pipe, which opens when both ranks open it
+    open(both_are_up, "rw"[int(os.environ["RANK"])]).close()
+    if os.environ["RANK"] == "1":
+        os._exit(3)
 while True:
     signal.pause()
 """
 
 
-def test_a_rank_that_saves_after_anothers_failure_is_read_and_waited_for(begin, capsys) -> None:
-    assert begin(2, SAVES, "1", conduct=Conduct(grace=600.0)).until_the_end() == 3
+def test_a_rank_that_saves_after_anothers_failure_is_read_and_waited_for(
+    begin, capsys, tmp_path
+) -> None:
+    os.mkfifo(tmp_path / "both")
+    run = begin(2, SAVES, str(tmp_path / "both"), conduct=Conduct(grace=600.0))
+    assert run.until_the_end() == 3
     said = capsys.readouterr()
     assert "[0] saved" in said.out
     assert "rank 1 of 2 failed first: it ended with exit code 3" in said.err
 
 
 def test_a_signal_to_the_launcher_is_handed_on_and_the_ranks_may_save(begin, capsys) -> None:
-    run = begin(1, SAVES, "-", conduct=Conduct(grace=600.0))
+    run = begin(1, SAVES, conduct=Conduct(grace=600.0))
     said_up(run)
     run.signals.append(signal.SIGTERM)
     assert run.until_the_end() == 128 + signal.SIGTERM

@@ -2,10 +2,10 @@
 
 import json
 import os
-import socket
 
 import pytest
 
+from paceline import testing
 from paceline.cli import say
 from paceline.cli.run import verdict
 from tests.cli.launches import DEADLINE, paceline, start
@@ -55,6 +55,7 @@ def test_ranks_find_what_torchrun_would_have_set_and_the_scripts_arguments_are_i
     script, capsys, monkeypatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(verdict, "LONE", DEADLINE)  # one may end long after the other
     words = ["--nproc", "9", "-m", "--", "$a $$b", "rank ${local_rank}", ""]
     path = script(ENVIRONMENT)
     ended = paceline(capsys, "run", "--nproc", 2, "--backend", "gloo", path, *words)
@@ -95,9 +96,7 @@ def test_without_a_number_there_is_a_rank_for_each_core_and_that_is_said(
 
 
 def test_the_port_can_be_chosen_and_only_loopback_listens(script, capsys) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = testing._free_port()
     listening = """
 import os
 port = int(os.environ["MASTER_PORT"])
@@ -123,7 +122,10 @@ print("no end", end="")
     }
 
 
-def test_stdout_can_be_shown_of_some_ranks_alone_and_stderr_stays(script, capsys, tmp_path) -> None:
+def test_stdout_can_be_shown_of_some_ranks_alone_and_stderr_stays(
+    script, capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(verdict, "LONE", DEADLINE)  # one may end long after the others
     text = "import sys; print('out'); print('err', file=sys.stderr)"
     options = ["--nproc", 3, "--show", "1,2", "--record", tmp_path / "run"]
     ended = paceline(capsys, "run", *options, script(text))

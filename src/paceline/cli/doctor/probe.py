@@ -42,16 +42,16 @@ class Probe:
 def probe(backend: str, env: Mapping[str, str] | None = None) -> Probe:
     """All-reduce between two new processes."""
     try:
-        told = spawn_ranks(RANKS, measure, backend, deadline=DEADLINE, env=env)
+        told = spawn_ranks(RANKS, measure, backend, PATIENCE, deadline=DEADLINE, env=env)
     except RanksFailedError as error:
         return Probe(backend, "", False, reason_of(error))
     name, small, large = told[0]
     return Probe(backend, name, True, "", 1e6 * small, LARGE / large / 1e9)
 
 
-def measure(meeting: Meeting, backend: str) -> tuple[str, float, float]:
+def measure(meeting: Meeting, backend: str, patience: float) -> tuple[str, float, float]:
     """One rank's part: the backend it got, and seconds of a small and of a large all-reduce."""
-    with meeting.new_group(backend, timeout=timedelta(seconds=PATIENCE)) as group:
+    with meeting.new_group(backend, timeout=timedelta(seconds=patience)) as group:
         small, large = (_seconds(group, size) for size in (SMALL, LARGE))
         group.barrier()  # nobody leaves while the other is still in its last call
         return group.backend, small, large

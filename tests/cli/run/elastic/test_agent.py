@@ -145,12 +145,14 @@ def test_a_member_that_was_stopped_for_a_moment_goes_on(run, tmp_path) -> None:
         """
 import subprocess
 if me == 1:
-    subprocess.Popen(f"sleep 0.3; kill -CONT {os.getpid()}", shell=True, start_new_session=True)
+    stopped = f"grep -q '^State:.T' /proc/{os.getpid()}/status"
+    waking = f"until {stopped}; do sleep 0.01; done; sleep 0.3; kill -CONT {os.getpid()}"
+    subprocess.Popen(waking, shell=True, start_new_session=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     mark("went on")
 wait_for("went on")
 """,
-        *("--nproc", 2, "--stopped-after", 5),
+        *("--nproc", 2, "--stopped-after", 60),
     )
     assert ended.code == 0, ended.err
     assert "lost" not in ended.err
