@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo  # the first forward of a wrapper would, within a test's deadline
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from .marks import SHM
 from .pinned import pin_all_ranks
@@ -45,8 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell runs behind it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # two workers on two cores; and ranks that are threads have as many
+    if config.getoption("--hypothesis-profile") != "search":
+        _draw_from_no_modules()
     if config.getoption("--pinned"):
         pin_all_ranks()
+
+
+def _draw_from_no_modules() -> None:
+    """Hypothesis also draws constants of modules that are imported, which depends on the order."""
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = providers.Constants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

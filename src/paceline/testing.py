@@ -32,6 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import torch
@@ -561,7 +562,7 @@ def _started(plan: _Plan) -> Iterator[list[_Rank]]:
 
 @contextmanager
 def _interrupt_later() -> Iterator[None]:
-    """Leave SIGINT to its handler only at the end.
+    """Leave the first SIGINT to its handler only at the end; a second one is not kept waiting.
 
     Blocking it would not do: another thread gets it then, and the handler runs in this one all the
     same.
@@ -571,7 +572,13 @@ def _interrupt_later() -> Iterator[None]:
         yield  # no handler, or none that runs here
         return
     noted: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            before(number, frame)
+        noted.append(number)
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

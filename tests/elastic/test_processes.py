@@ -19,7 +19,6 @@ import pytest
 from paceline import Group, elastic
 from paceline._members import Rules, connect
 from paceline._members.keeper import Keeper
-from paceline.errors import JobEndedError
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import needs_shm
 from tests.waiting import until
@@ -95,9 +94,6 @@ def train_if_in_time(path: str, moment: Moment, **options: Any) -> Outcome | Non
         return train(connect(path), moment, **options)
     except SystemExit as end:
         if end.code != 0:
-            raise
-    except JobEndedError as end:  # it heard so while it connected
-        if not end.well:
             raise
     return None
 
@@ -190,7 +186,8 @@ def test_sigterm_lets_a_process_finish_its_step_and_the_others_go_on(tmp_path: P
     for outcome in (found[0], found[2]):
         require_equal(outcome, undisturbed(2))
     names = sorted(path.name for path in (tmp_path / "saves").iterdir())
-    assert names == ["step-00000008", "step-00000010"]
+    assert names[-2:] == ["step-00000008", "step-00000010"]
+    assert names[:-2] in ([], ["step-00000004"])  # if it had rank 0 and was late, its own is there
 
 
 def many_rosters(meeting: Meeting, path: str, backend: str, one_has_come: Path) -> Any:

@@ -116,10 +116,41 @@ def test_the_last_save_of_one_that_leaves_spares_what_another_is_writing(
     assert read(tmp_path / "step-00000008").steps == 8
 
 
-def test_a_last_save_that_comes_behind_later_ones_is_not_kept(tmp_path: Path) -> None:
-    for steps in (8, 10, 4):
-        Saves(tmp_path).write(a_state(steps))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000010"]
+def test_where_later_saves_are_damaged_what_is_saved_from_an_earlier_one_on_is_kept(
+    tmp_path: Path,
+) -> None:
+    saves = Saves(tmp_path)
+    for steps in (200, 300):
+        flip_a_bit(saves.write(a_state(steps)) / TENSORS)
+    for steps in (100, 150, 160):  # the first one is put back from a backup
+        saves.write(a_state(steps))
+        newest = Saves(tmp_path).newest()
+        assert newest is not None
+        assert newest.steps == steps
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [f"step-{steps:08d}" for steps in (150, 160, 200, 300)]
+
+
+def test_a_draft_that_is_removed_while_it_is_written_does_not_become_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files = written._write_files
+
+    def write_slowly(folder: Path, state: JobState) -> None:
+        write_files(folder, state)
+        with monkeypatch.context() as patch:
+            patch.setattr(written, "_write_files", write_files)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it were still at it
+            Saves(tmp_path).write(a_state(8))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(written, "_write_files", write_slowly)
+        with pytest.raises(FileNotFoundError):
+            Saves(tmp_path).write(a_state(4))
+    assert not (tmp_path / "step-00000004").exists()
+    Saves(tmp_path).write(a_state(10))
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step-00000008", "step-00000010"]
 
 
 def test_a_full_disk_is_told_and_training_goes_on(

@@ -68,6 +68,7 @@ def serve(meeting: Meeting, address: str, folder: str, machine: Machine) -> None
         with Scene.opened(meeting, machine) as scene:
             connection.send("ready")
             while (task := _next(connection)) is not None:
+                importlib.import_module(task.module)  # which may take a while
                 faulthandler.dump_traceback_later(task.deadline, exit=True, file=stacks)
                 outcome = perform(task, scene)
                 faulthandler.cancel_dump_traceback_later()

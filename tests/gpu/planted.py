@@ -25,6 +25,7 @@ def _raises_on_one(scene: Scene) -> None:
 
 
 def _hangs_on_one(scene: Scene) -> None:
+    scene.group.barrier()  # so that the other's time is not over before this one's
     if scene.rank == 1:
         threading.Event().wait()
     _adds_up(scene)

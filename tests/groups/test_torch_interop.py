@@ -166,7 +166,7 @@ def use_functional_collectives(meeting: Meeting, backend: str, compiled: bool) -
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functional_collectives_take_a_registered_group(backend: str, compiled: bool) -> None:
-    spawn_ranks(2, use_functional_collectives, backend, compiled)
+    spawn_ranks(2, use_functional_collectives, backend, compiled, deadline=300)
 
 
 def use_dtensor(meeting: Meeting, backend: str) -> None:
@@ -205,7 +205,7 @@ def test_fsdp2_shards_over_a_registered_group(backend: str, allocate: bool) -> N
 
 
 def start_torchs_world(meeting: Meeting) -> tuple[str, float]:
-    dist.init_process_group("paceline", timeout=timedelta(seconds=30))
+    dist.init_process_group("paceline")
     group = dist.group.WORLD
     assert isinstance(group, Group)
     total = torch.tensor(float(meeting.rank))

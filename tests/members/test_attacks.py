@@ -27,7 +27,7 @@ from .keepers import WITHIN, KeeperAt, meet
 
 W = TypeVar("W")
 LATE = 5.0  # seconds: less than any deadline that a stranger could make others wait for
-ONCE = 25.0  # …still, where there is no second try, though others use the machine
+ONCE = 10.0  # …still, where there is no second try, though others use the machine
 
 
 def caller(keeper: KeeperAt) -> socket.socket:

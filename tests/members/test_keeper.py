@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from paceline._members import HowFar, RosterChange, client, connect
 from paceline._members.client import SocketMember
+from paceline._members.frames import pack
+from paceline._members.words import Enrol, ProcessId
 from paceline.errors import JobEndedError, KeeperLostError, MembershipError
 from tests.waiting import until
 
@@ -126,8 +128,11 @@ def _millis(n: int):
 
 
 def test_one_that_comes_when_the_job_is_finished_hears_so_at_the_meeting() -> None:
-    with KeeperAt() as keeper:
+    with KeeperAt() as keeper, socket.socket(socket.AF_UNIX) as other:
         (member,) = keeper.begin(1)
+        other.connect(keeper.path)  # the keeper stays as long as somebody it knows does
+        other.sendall(pack(Enrol(ProcessId("elsewhere", 1))))
+        assert other.recv(1)
         member.leave("it has finished", finished=True)
         late = keeper.join()
         with pytest.raises(JobEndedError) as caught:

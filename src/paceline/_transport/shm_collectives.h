@@ -389,7 +389,7 @@ static uint64_t next_tick(const Op *op) { return op->entered ? op->tick + 1 : 1;
 static int coll_step(Engine *e, Op *op) {
     if (!op->started) {
         if (e->n == 1) return alone(op), DONE;
-        int status = obstacle(e, op, 0); /* a rank that comes late must not find it all well */
+        int status = obstacle(e, op, failed(e), 0); /* a rank that comes late must not find it all well */
         if (status) return status;
         enter(e, op);
         op->started = 1;
@@ -447,16 +447,19 @@ static int sleep_on(Engine *e, Op *op, int64_t until, int spin) {
         if (!reached(e, op->awaited, target) && ns > 0) futex_wait(low_half(&c->progress), seen, ns);
         atomic_fetch_sub(&c->sleepers, 1);
         if (reached(e, op->awaited, target)) return DONE;
-        int status = obstacle(e, op, lagging(e, target));
+        /* In this order: a rank that fails when all have come has ended this call, and spoils the next. */
+        uint64_t failing = failed(e), late = lagging(e, target);
+        if (!late) return DONE;
+        int status = obstacle(e, op, failing, late);
         if (status) return status;
-        uint64_t lost = dead(e, lagging(e, target));
+        uint64_t lost = dead(e, late);
         if (lost && (lost &= lagging(e, target))) {
-            status = obstacle(e, op, lost); /* it may have left in peace just before */
+            status = obstacle(e, op, failed(e), lost); /* it may have left in peace just before */
             return status ? status : fault(e, op, PEER_DIED, e->rank, lost);
         }
         now = now_ns();
         if (now >= op->deadline) {
-            uint64_t late = lagging(e, target);
+            late = lagging(e, target);
             return late ? fault(e, op, TIMED_OUT, e->rank, late) : DONE;
         }
         if (now >= until) return AGAIN;

@@ -272,8 +272,16 @@ static int is_fault(int status) {
     return status == LEFT || status == GARBLED || status == NO_MEMORY || (status <= TIMED_OUT && status >= ABORTED);
 }
 
-/* What stands in the way of progress that needs the ranks in `needed`; 0 when nothing does. */
-static int obstacle(Engine *e, Op *op, uint64_t needed) {
+static uint64_t failed(Engine *e) { /* those that have said why they go no further, this rank too */
+    uint64_t mask = 0;
+    for (int r = 0; r < e->n; r++)
+        if (atomic_load(&control(e, r)->fault)) mask |= (uint64_t)1 << r;
+    return mask;
+}
+
+/* What ranks in `failed` said that stands in the way of progress that needs those in `needed`; 0: nothing. */
+static int obstacle(Engine *e, Op *op, uint64_t failed, uint64_t needed) {
+    if (!failed) return 0;
     Control *me = control(e, e->rank);
     int mine = atomic_load(&me->fault);
     if (mine) { /* an operation that comes after the fault, or an abort from another thread */
@@ -283,9 +291,9 @@ static int obstacle(Engine *e, Op *op, uint64_t needed) {
         return is_fault(mine) ? mine : GARBLED;
     }
     for (int r = 0; r < e->n; r++) {
-        if (r == e->rank) continue;
-        int theirs = atomic_load(&control(e, r)->fault);
         uint64_t bit = (uint64_t)1 << r;
+        if (r == e->rank || !(failed & bit)) continue;
+        int theirs = atomic_load(&control(e, r)->fault);
         if (theirs == LEFT && !(needed & bit)) continue;
         if (theirs == LEFT || theirs == ABORTED)
             return fault(e, op, theirs == ABORTED ? PEER_ABORTED : PEER_LEFT, r, bit);

@@ -241,7 +241,7 @@ static int transfer_fault(Engine *e, Op *op, int64_t now) {
     uint64_t others = ((uint64_t)-1 >> (64 - e->n)) & ~((uint64_t)1 << e->rank);
     uint64_t peers = op->root >= 0 ? (uint64_t)1 << op->root : others;
     int alone_now = away(e, peers) == peers; /* one sender left is enough to wait for any */
-    int status = obstacle(e, op, alone_now ? peers : 0);
+    int status = obstacle(e, op, failed(e), alone_now ? peers : 0);
     if (status) return status;
     uint64_t lost = dead(e, peers & ~away(e, peers));
     if (lost) return fault(e, op, PEER_DIED, e->rank, lost);

@@ -3,7 +3,7 @@
 A save is a folder ``step-00000100`` with two files: ``tensors.safetensors``, and ``state.msgpack``
 with the plain data and the digest of every tensor, behind a digest of its own. It is written under
 another name, made durable, and then renamed, so a folder of that name has all of it, unless disk
-or memory damaged it later: that, the digests find. The last two are kept.
+or memory damaged it later: that, the digests find. A save and the one before it are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,7 @@ class Saves:
             )
 
     def write(self, state: JobState) -> Path:
-        """Write ``state`` and return its folder; raises if it could not.
-
-        A rank that leaves writes its last state while the others go on, and save in the same folder
-        what comes later: where they were quicker, its own is not one of those that are kept.
-        """
+        """Write ``state`` and return its folder; raises if it could not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.folder / f"step-{state.steps:08d}"
         draft = self.folder / f"{_DRAFT}{state.steps}-{secrets.token_hex(4)}"
@@ -85,7 +82,7 @@ class Saves:
         try:
             _write_files(draft, state)
             if final.exists():  # of a run that was here before, and might be damaged
-                final.rename(self.folder / f"{_DRAFT}old-{secrets.token_hex(4)}")
+                final.rename(self._old_draft())
             draft.rename(final)
             _make_durable(self.folder)
         except BaseException:
@@ -95,20 +92,34 @@ class Saves:
         return final
 
     def _remove_old(self, steps: int) -> None:
-        for path in self._paths()[_KEPT:]:
+        """Remove what lies before the save of ``steps`` and the one before it.
+
+        What has more steps stays. It may be damaged, which is why this run began before it; or this
+        rank has left, and the others go on and save in the same folder.
+        """
+        before = [path for path in self._paths() if _steps_of(path) < steps]
+        for path in before[_KEPT - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_DRAFT}*"):  # of ranks that were killed
             match = _DRAFT_STEPS.match(path.name)
-            if match is None or int(match[1]) < steps:  # others may be written just now
-                shutil.rmtree(path, ignore_errors=True)
+            if match is not None and int(match[1]) >= steps:  # it may be written just now
+                continue
+            away = self._old_draft()
+            with suppress(OSError):  # else one that is still written could become a save in part
+                path.rename(away)
+            shutil.rmtree(away, ignore_errors=True)
+
+    def _old_draft(self) -> Path:
+        """A name for what is to be removed."""
+        return self.folder / f"{_DRAFT}old-{secrets.token_hex(4)}"
 
     # -- reading --------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
         """All saves, newest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(named, reverse=True)]
+        named = [path for path in found if _NAME.fullmatch(path.name)]
+        return sorted(named, key=_steps_of, reverse=True)
 
     def newest(self) -> JobState | None:
         """The newest save that is whole; None where there is no save at all.
@@ -129,6 +140,10 @@ class Saves:
         if wrong:
             raise DamagedSaveError(str(self.folder), wrong)
         return None
+
+
+def _steps_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _write_files(folder: Path, state: JobState) -> None:

@@ -241,6 +241,9 @@ class Lineage(Collectives):
         except OpeningGivenUp:
             self._alive("move")
             raise
+        except BaseException:  # an interrupt, too, must not leave an engine that nobody has
+            opening.give_up()
+            raise
         finally:
             self._opening = None
         if opening.given_up:  # when the new engine was there, but not yet the group's

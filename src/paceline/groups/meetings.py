@@ -83,7 +83,7 @@ class Meetings:
     """All meetings of ``size`` ranks under ``key``, as ``name``, one of them, sees them.
 
     ``names`` are those of all, where they are known beforehand. To come has the time of
-    ``timeout``, and to open has it once more.
+    ``timeout``, and so have reading the cards and opening.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class Meetings:
 
     def cards(self, place: Place) -> list[Arrival]:
         """The cards of all that came to a meeting, in their order."""
+        self._start_clock()  # whoever came last may have used up the time of all
         meeting, found, at = PrefixStore(str(place.number), self._store), [], 0
         while at < self._size:
             meeting.wait([f"card/{at}"], self._left())  # written after it was counted

@@ -23,6 +23,7 @@ from paceline.groups import Call, Group, new_group
 from paceline.groups.engines.threads import world
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.groups import reference
+from tests.waiting import until
 
 # Results.
 
@@ -278,17 +279,17 @@ def test_a_message_from_a_rank_that_left_still_arrives_and_the_next_does_not() -
 
 
 def test_a_timeout_names_the_late_rank_and_ends_the_group_on_all() -> None:
-    second_is_in, over = threading.Event(), threading.Event()
+    over = threading.Event()
 
     def one_rank(group: Group) -> CollectiveTimeoutError:
         group.barrier()
-        if group.rank() != 1:
-            (over if group.rank() else second_is_in).wait()
+        if group.rank() == 0:
+            world = group._engine.world
+            assert until(lambda: "all_reduce" in world._position(1))
+        if group.rank() == 2:
+            over.wait()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            seconds = 0.5 if group.rank() == 0 else 60
-            work = group.all_reduce(torch.ones(1), async_op=True, timeout=seconds)
-            second_is_in.set()
-            work.wait()
+            group.all_reduce(torch.ones(1), timeout=0.5 if group.rank() == 0 else 60)
         over.set()
         with pytest.raises(CollectiveTimeoutError):
             group.barrier()

@@ -145,8 +145,9 @@ def test_a_member_that_was_stopped_for_a_moment_goes_on(run, tmp_path) -> None:
         """
 import subprocess
 if me == 1:
-    stopped = f"grep -q '^State:.T' /proc/{os.getpid()}/status"
-    waking = f"until {stopped}; do sleep 0.01; done; sleep 0.3; kill -CONT {os.getpid()}"
+    here = f"/proc/{os.getpid()}/status"
+    runs = f"test -e {here} && ! grep -q '^State:.T' {here}"
+    waking = f"while {runs}; do sleep 0.01; done; sleep 0.3; kill -CONT {os.getpid()}"
     subprocess.Popen(waking, shell=True, start_new_session=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     mark("went on")
