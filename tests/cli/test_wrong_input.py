@@ -169,14 +169,21 @@ def test_a_rank_that_ends_early_without_an_error_is_named_as_the_missing_one(
     script.write_text(
         MEET
         + """
-if rank == 0:
-    group.all_reduce(torch.ones(3))
+import time
+if rank == 1:
+    open("pid", "w").write(str(os.getpid()))
+else:
+    try:
+        group.all_reduce(torch.ones(3))
+    finally:  # only then has the launcher seen that it ended
+        while os.path.exists(f"/proc/{open('pid').read()}"):
+            time.sleep(0.01)
 """
     )
     ended = paceline(capsys, "run", "--nproc", 2, script)
     assert ended.code == 1
     assert f"paceline: rank 0 of 2 failed first: {LOST}" in ended.err
-    assert "(at train.py:7)" in ended.err
+    assert "(at train.py:11)" in ended.err
     assert "  rank 1 had ended before, with exit code 0\n" in ended.err
     assert ended.err.count("Traceback") == 1
     assert launcher_has_no_stack(ended)
