@@ -6,6 +6,7 @@ import errno
 import logging
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,19 +100,25 @@ def _killed(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def before_the_next_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+) -> None:
+    """Let ``act`` happen when the files of the next save are written, as a draft."""
+    write_files = written._write_files
+
+    def write_and_act(folder: Path, state: JobState) -> None:
+        monkeypatch.setattr(written, "_write_files", write_files)
+        write_files(folder, state)
+        act()
+
+    monkeypatch.setattr(written, "_write_files", write_and_act)
+
+
 @pytest.mark.parametrize("steps", [4, 8])
 def test_the_last_save_of_one_that_leaves_spares_what_another_is_writing(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files = written._write_files
-
-    def write_slowly(folder: Path, state: JobState) -> None:
-        write_files(folder, state)
-        with monkeypatch.context() as patch:
-            patch.setattr(written, "_write_files", write_files)
-            Saves(tmp_path).write(a_state(steps))
-
-    monkeypatch.setattr(written, "_write_files", write_slowly)
+    before_the_next_has_its_name(monkeypatch, lambda: Saves(tmp_path).write(a_state(steps)))
     Saves(tmp_path).write(a_state(8))
     assert read(tmp_path / "step-00000008").steps == 8
 
@@ -134,19 +141,14 @@ def test_where_later_saves_are_damaged_what_is_saved_from_an_earlier_one_on_is_k
 def test_a_draft_that_is_removed_while_it_is_written_does_not_become_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files = written._write_files
-
-    def write_slowly(folder: Path, state: JobState) -> None:
-        write_files(folder, state)
+    def write_more() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(written, "_write_files", write_files)
             patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it were still at it
             Saves(tmp_path).write(a_state(8))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(written, "_write_files", write_slowly)
-        with pytest.raises(FileNotFoundError):
-            Saves(tmp_path).write(a_state(4))
+    before_the_next_has_its_name(monkeypatch, write_more)
+    with pytest.raises(FileNotFoundError):
+        Saves(tmp_path).write(a_state(4))
     assert not (tmp_path / "step-00000004").exists()
     Saves(tmp_path).write(a_state(10))
     kept = sorted(path.name for path in tmp_path.iterdir())
