@@ -11,7 +11,7 @@ from ..groups import Group
 from ..policies import Reduction
 from . import header
 from .bucket import Bucket, SparseBucket
-from .plan import Assignment, Spec, first_plan, joined, learned_plan
+from .plan import Assignment, Spec, first_plan, joined, learned_plan, little_at_once
 from .stretches import ScatteredBucket
 from .tensors import local
 
@@ -82,9 +82,10 @@ class Layout:
     def follow(self, order: Sequence[int]) -> None:
         """Plan in the order in which gradients arrive."""
         plan = learned_plan(self.specs, self.policy.caps.rebuilt, order)
-        on_gpu = self.params[0].device.type == "cuda"
-        self.plan = joined(plan, self.specs) if on_gpu and self.policy.caps.are_ours else plan
-        self.rebuilt = True
+        if self.policy.caps.are_ours:
+            on_gpu = self.params[0].device.type == "cuda"
+            plan = (joined if on_gpu else little_at_once)(plan, self.specs)
+        self.plan, self.rebuilt = plan, True
 
     def keep_only(self, wanted: Callable[[int], bool]) -> None:
         """Drop parameters that are not ``wanted`` from the plan, unless that would drop all."""
