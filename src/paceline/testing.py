@@ -457,8 +457,9 @@ def _run(plan: _Plan, rank: int, reports: Connection, output: Sequence[Connectio
         os.dup2(stream.fileno(), number)  # the server's own are from when it started
     os.environ.clear()
     os.environ.update(plan.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | plan.env)
-    # If the process that spawned this one is itself killed, nobody else ends a hung rank.
-    signal.alarm(int(plan.longest) + 1)
+    # If the process that spawned this one is itself killed, nobody else ends a hung rank. One that
+    # lives but gets no turn on a busy machine is given time: it knows more to say.
+    signal.alarm(int(plan.longest) + 60)
     stack = plan.stack_path(rank).open("w")  # stays open: faulthandler keeps it
     faulthandler.enable(stack)
     # Chained to the default handler, which ends the process once its stack is written.

@@ -74,7 +74,8 @@ def test_sums_and_means_are_right_at_every_size(dtype: torch.dtype, average: boo
     first, second = tensors(0, dtype), tensors(1, dtype)
     sums = [(a + b) / (2 if average else 1) for a, b in zip(first, second, strict=True)]
     expected = [t[-1000:] for t in sums]
-    for rank, (waited, together, kept) in enumerate(spawn_ranks(2, reduce_all, dtype, average)):
+    by_rank = spawn_ranks(2, reduce_all, dtype, average, deadline=300)
+    for rank, (waited, together, kept) in enumerate(by_rank):
         assert_close(waited, expected)
         assert_close(together, expected)
         halves = [t[: t.numel() // 2 * 2].chunk(2)[rank] for t in sums[1:]]
