@@ -54,11 +54,12 @@ def test_a_rank_that_does_not_answer_leaves_its_numbers(tmp_path, monkeypatch) -
         written.set()
 
     monkeypatch.setattr(host_metrics, "write_whole", write)
+    monkeypatch.setattr(host_metrics, "numbers_here", lambda: {2: NUMBERS})
     begin("9400")
     assert written.wait(60)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert set(told(folder)["paceline_steps"]) == {"0"}
+    assert told(folder)["paceline_steps"] == {"2": 7}
 
 
 def test_a_folder_that_others_can_write_is_refused_and_training_goes_on(
