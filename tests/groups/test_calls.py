@@ -20,6 +20,7 @@ from paceline.errors import (
 )
 from paceline.groups import ReduceOp, Work
 from paceline.groups.work import Together, Watcher
+from paceline.groups.work import Work as OwnWork
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
@@ -73,6 +74,30 @@ def _all_to_all(group: Group, columns: torch.Tensor) -> Work:
 def _hooked(group: Group, columns: torch.Tensor) -> Work:
     group.register_hooks(after=lambda call: columns.add_(1))
     return _all_reduce(group, columns)
+
+
+class _JustDone(OwnWork):
+    """Ends between two looks."""
+
+    looks = 0
+
+    def _poll(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def _block(self, seconds: float | None) -> bool:
+        return True
+
+
+def test_a_work_that_ends_while_it_is_asked_is_not_completed_before_its_results_are_in_place() -> (
+    None
+):
+    result = torch.zeros(1)
+    work = _JustDone([result]).then_do(lambda: result.add_(1))
+    assert not work.is_completed()
+    assert result == 0
+    assert work.is_completed()
+    assert result == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

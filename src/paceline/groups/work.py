@@ -168,10 +168,12 @@ class Work(TorchWork):
 
     def is_completed(self) -> bool:
         """Return whether the work is complete, so that the results can be read."""
-        if not self._ended and self._finishers and self._poll():
+        if self._ended or not self._poll():  # asked once: it may be done a moment later
+            return self._ended
+        if self._finishers:
             with contextlib.suppress(Exception):  # whoever waits gets it
                 self.wait()
-        return self._ended or self._poll()
+        return True
 
     def is_success(self) -> bool:
         """Return whether the work has completed without an error."""
