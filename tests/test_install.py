@@ -220,6 +220,7 @@ def test_torchs_replicate_is_replaced_wherever_it_stands() -> None:
 @pytest.fixture
 def torchs_own() -> Iterator[torch.nn.Module]:
     """A model that torch's own class has wrapped, in a default group of one rank."""
+    gc.collect()  # models that other tests have left are found too
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

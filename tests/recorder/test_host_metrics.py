@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -55,11 +57,14 @@ def test_a_rank_that_does_not_answer_leaves_its_numbers(tmp_path, monkeypatch) -
 
     monkeypatch.setattr(host_metrics, "write_whole", write)
     monkeypatch.setattr(host_metrics, "numbers_here", lambda: {2: NUMBERS})
+    ends: list[Callable[[], object]] = []  # else its thread would write until this process ends
+    monkeypatch.setattr(host_metrics, "atexit", types.SimpleNamespace(register=ends.append))
     begin("9400")
     assert written.wait(60)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert told(folder)["paceline_steps"] == {"2": 7}
+    ends[0]()
 
 
 def test_a_folder_that_others_can_write_is_refused_and_training_goes_on(

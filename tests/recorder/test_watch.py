@@ -323,6 +323,7 @@ def recorder_threads() -> list[str]:
 
 
 def test_the_thread_lives_as_long_as_there_are_groups() -> None:
+    assert until(lambda: recorder_threads() == [])  # of the tests before
     seen: list[list[str]] = []
 
     def one_rank(group: Group) -> None:

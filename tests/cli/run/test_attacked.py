@@ -68,11 +68,15 @@ def test_a_rank_that_is_stopped_is_woken_to_end(launch) -> None:
 import os, signal
 if os.environ["RANK"] == "0":
     os.kill(os.getpid(), signal.SIGSTOP)
+def state(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")")[1].split()[0]
+    except OSError:
+        return "gone"
 while os.environ["RANK"] == "1":
     parent = os.getppid()
     mates = open(f"/proc/{parent}/task/{parent}/children").read().split()
-    states = [open(f"/proc/{mate}/stat").read().rsplit(")")[1].split()[0] for mate in mates]
-    if "T" in states:
+    if "T" in map(state, mates):
         os._exit(4)
 """
     began = time.monotonic()
