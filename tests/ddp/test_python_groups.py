@@ -397,6 +397,16 @@ def test_powersgd_works_over_such_a_group() -> None:
     run_ranks(2, one_rank)
 
 
+def test_a_sum_in_a_future_is_in_place_when_the_work_says_that_it_is_completed() -> None:
+    def one_rank(carrier: Group) -> list[float]:
+        tensor = torch.ones(2)
+        work = Group.wrap(Elsewhere(carrier, TimedWork)).all_reduce(tensor, async_op=True)
+        assert work.is_completed()  # its future was done from the start
+        return tensor.tolist()
+
+    assert run_ranks(2, one_rank) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("make_work", WORKS)
 def test_every_collective_is_put_together_from_three(make_work: Callable[..., Any]) -> None:
     def one_rank(carrier: Group) -> None:

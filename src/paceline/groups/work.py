@@ -62,6 +62,7 @@ class Work(TorchWork):
     _finishers: Sequence[Finisher] = ()
     _once: threading.Lock | None = None  # for whoever runs the finishers, if there are any
     _turn: threading.RLock | None = None  # for whoever waits, where only one may
+    _brings = False  # waiting itself puts the results in place
     _ended = False
     _error: BaseException | None = None
 
@@ -170,7 +171,7 @@ class Work(TorchWork):
         """Return whether the work is complete, so that the results can be read."""
         if self._ended or not self._poll():  # asked once: it may be done a moment later
             return self._ended
-        if self._finishers:
+        if self._finishers or self._brings:
             with contextlib.suppress(Exception):  # whoever waits gets it
                 self.wait()
         return True

@@ -44,6 +44,8 @@ class ForeignWork(Work):
                 f"waiting for its {kind}, which overrides neither wait nor get_future",
                 f"Write {kind}.wait(timeout).",
             )
+        if reduced and self._future is not None:
+            self._brings, self._turn = True, threading.RLock()
 
     def _block(self, seconds: float | None) -> bool:
         if self._future is not None:
