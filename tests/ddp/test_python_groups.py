@@ -440,6 +440,14 @@ def test_every_collective_is_put_together_from_three(make_work: Callable[..., An
         assert kept.tolist() == [2.0 * rank, 2.0 * rank + 1]
         group.reduce_scatter(kept, [torch.full((2,), float(r)) for r in range(3)])
         assert kept.tolist() == [3.0 * rank] * 2
+        largest = torch.tensor([rank, -rank])
+        group.reduce(largest, root=1, op=dist.ReduceOp.MAX)
+        assert largest.tolist() == ([2, 0] if rank == 1 else [rank, -rank])
+        group.reduce_scatter_single(kept, torch.arange(6.0) + rank, dist.ReduceOp.MAX)
+        assert kept.tolist() == [2.0 * rank + 2, 2.0 * rank + 3]
+        lower = [torch.full((2,), float(rank - r)) for r in range(3)]
+        group.reduce_scatter(kept, lower, dist.ReduceOp.MIN)
+        assert kept.tolist() == [0.0 - rank] * 2
         rows2 = torch.empty(3, 2)
         group.all_to_all_single(rows2, torch.full((3, 2), float(rank)))
         assert rows2[:, 0].tolist() == [0.0, 1.0, 2.0]

@@ -15,13 +15,20 @@ class Journey:
 
     def __init__(self, steps: Iterator[Sequence[TorchWork]]) -> None:
         self._steps = steps
+        self._failed: BaseException | None = None
         self._works: Sequence[TorchWork] = next(steps, ())
 
     def advance(self) -> bool:
         """Wait, and go on to the next wait; False at the end."""
+        if self._failed is not None:
+            raise self._failed
         for work in self._works:
             work.wait()
-        works = next(self._steps, None)
+        try:
+            works = next(self._steps, None)
+        except BaseException as error:
+            self._failed = error  # or the next wait would find the end
+            raise
         self._works = works or ()
         return works is not None
 

@@ -90,6 +90,7 @@ class Operation(ctypes.Structure):
         ("engine_state", ctypes.c_byte * 80),
     )
     keep: object = None  # the memory the engine uses until the operation is done
+    starting = False  # the engine may not have it yet, and would say that it is done
 
 
 # What is asked, up to the tables, in one stroke: setting a dozen ctypes fields takes longer than a

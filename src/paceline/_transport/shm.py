@@ -247,11 +247,11 @@ class _Resources:
         self.segment = None  # tensors that outlive the group hold it
 
     def _end_operations(self, engine: int, at_once: bool) -> None:
-        under_way = list(self.operations)
+        under_way = list(self.operations.values())
         if at_once and under_way:
             self.calls.pl_abort(engine)
-        for address in under_way:
-            while self.calls.pl_wait(address, PATIENCE_NS) == AGAIN:
+        for operation in under_way:
+            while self.calls.pl_wait(addressof(operation), PATIENCE_NS) == AGAIN:
                 pass
 
     def free(self) -> None:
@@ -419,8 +419,10 @@ class Shm:
         address, under_way = addressof(operation), self._resources.operations
         if len(under_way) >= 64:
             self._forget_finished()
+        operation.starting = True
         under_way[address] = operation
         status = self._start(address)
+        operation.starting = False
         if status == AGAIN:
             return operation
         under_way.pop(address, None)
@@ -434,8 +436,9 @@ class Shm:
     def _forget_finished(self) -> None:
         """Let go of operations that nobody waited for."""
         with self._lock:
-            for address in list(self._resources.operations):
-                if self._calls.pl_test(address):
+            # With the operations: another thread may drop one that it has waited for.
+            for address, operation in list(self._resources.operations.items()):
+                if not operation.starting and self._calls.pl_test(address):
                     self._resources.operations.pop(address, None)
 
     def wait(self, operation: clib.Operation, seconds: float | None = None) -> bool:

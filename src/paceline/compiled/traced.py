@@ -94,6 +94,8 @@ def _call(
     given = fresh if kind in IN_PLACE else inputs
     if kind == "barrier":
         given = []
+    elif asynchronous and kind not in IN_PLACE:  # the graph may write to its own before the end
+        given = [t.clone() for t in inputs]
     work = group.make_call(
         kind,
         given,

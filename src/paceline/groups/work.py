@@ -85,11 +85,11 @@ class Work(TorchWork):
     def finally_do(self, finisher: Finisher) -> None:
         """Call ``finisher`` once when the work is complete, with its error or None.
 
-        If there are several, the last one added is called first.
+        If there are several, they are called in the order in which they were added.
         """
         if self._once is None:
             self._once = threading.Lock()
-        self._finishers = (finisher, *self._finishers)
+        self._finishers = (*self._finishers, finisher)
 
     def then_do(self, action: Callable[[], object]) -> Self:
         """Call ``action`` when the work has completed without an error."""
