@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from paceline import new_group
 from paceline._reducer.bucket import SparseBucket
 from paceline._reducer.layout import Layout, agreed_order, last_times
+from paceline._reducer.plan import Assignment
 from paceline._reducer.stretches import ScatteredBucket
 from paceline.groups import Group
 from paceline.policies import BucketCaps, Reduction
@@ -34,7 +35,10 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
 
 
 def layout_of(
-    params: list[nn.Parameter], sparse: tuple[bool, ...] = (), cap: float = KIB, **settings: Any
+    params: list[nn.Parameter],
+    sparse: tuple[bool, ...] = (),
+    cap: float | None = KIB,
+    **settings: Any,
 ) -> Layout:
     return Layout(params, sparse, Reduction(BucketCaps.create(cap, None), **settings))
 
@@ -86,6 +90,26 @@ def test_small_parameters_share_a_bucket_and_each_has_its_slot() -> None:
     layout.follow([0, 1, 2])
     assert layout.plan == ((0, 1, 2),)
     assert layout.place == {0: (0, 0), 1: (0, 1), 2: (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("more", "cap", "plan"),
+    [(0, None, ((0, 1, 2),)), (1, None, ((0,), (1, 2))), (0, 1.0, ((0,), (1, 2)))],
+    ids=["2 MiB", "a number more", "2 MiB, with a size that was asked for"],
+)
+def test_little_leaves_at_once_unless_a_size_was_asked_for(
+    more: int, cap: float | None, plan: Assignment
+) -> None:
+    layout = layout_of(parameters(2**18, 2**18 - 1, 1 + more), cap=cap)
+    layout.follow([0, 1, 2])
+    assert layout.plan == plan
+
+
+def test_what_is_sparse_does_not_count_and_travels_alone() -> None:
+    params = [*parameters(2**18, 2**20, 9), *parameters(9, dtype=torch.float64)]
+    layout = layout_of(params, (False, True, False, False), cap=None)
+    layout.follow([0, 1, 2, 3])
+    assert sorted(layout.plan) == [(0, 2), (1,), (3,)]
 
 
 def test_types_do_not_share_a_bucket() -> None:

@@ -10,15 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._reducer.plan import (
-    Spec,
-    assign,
-    first_plan,
-    joined,
-    learned_plan,
-    little_at_once,
-    triggers,
-)
+from paceline._reducer.plan import Spec, assign, first_plan, joined, learned_plan, triggers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SIZES = st.lists(
@@ -182,36 +174,3 @@ def test_thirteen_buckets_become_eight() -> None:
     plan = tuple((n,) for n in range(13))
     wide = joined(plan, specs_of(*[10] * 13))
     assert wide == ((0,), (1, 2), (3, 4), (5, 6), (7, 8), (9, 10), (11,), (12,))
-
-
-MIB = 1024 * 1024
-
-
-def test_little_goes_at_once_and_much_in_parts() -> None:
-    caps = (MIB, 25 * MIB)
-    for sizes, expected in (([MIB, MIB], [(0, 1)]), ([MIB, MIB + 4], [(0,), (1,)])):
-        specs = specs_of(*sizes)
-        plan = learned_plan(specs, caps, range(2))
-        assert len(plan) == 2
-        assert list(little_at_once(plan, specs)) == expected
-
-
-def test_each_kind_has_its_own_bucket_where_its_last_part_was() -> None:
-    specs = [Spec(MIB, "a"), Spec(9, "b"), Spec(9, "a", sparse=True), Spec(9, "a"), Spec(9, "b")]
-    plan = ((0,), (1,), (2,), (3,), (4,))
-    assert little_at_once(plan, specs) == ((2,), (0, 3), (1, 4))
-
-
-@settings(max_examples=200, deadline=None)
-@given(SIZES, CAPS)
-def test_all_at_once_leaves_nothing_out_and_nothing_twice(
-    sizes: list[tuple[int, torch.dtype, bool]], caps: list[int]
-) -> None:
-    specs = [spec_of(*size) for size in sizes]
-    plan = little_at_once(learned_plan(specs, caps, range(len(specs))), specs)
-    assert sorted(n for row in plan for n in row) == list(range(len(specs)))
-    dense = [specs[row[0]].kind for row in plan if not specs[row[0]].sparse]
-    assert len(dense) == len(set(dense))  # all of these are little
-    for row in plan:
-        assert len({specs[n].kind for n in row}) == 1
-        assert len(row) == 1 or not any(specs[n].sparse for n in row)

@@ -11,7 +11,7 @@ from ..groups import Group
 from ..policies import Reduction
 from . import header
 from .bucket import Bucket, SparseBucket
-from .plan import Assignment, Spec, first_plan, joined, learned_plan, little_at_once
+from .plan import LITTLE, Assignment, Spec, first_plan, is_little, joined, learned_plan
 from .stretches import ScatteredBucket
 from .tensors import local
 
@@ -81,11 +81,13 @@ class Layout:
 
     def follow(self, order: Sequence[int]) -> None:
         """Plan in the order in which gradients arrive."""
-        plan = learned_plan(self.specs, self.policy.caps.rebuilt, order)
-        if self.policy.caps.are_ours:
-            on_gpu = self.params[0].device.type == "cuda"
-            plan = (joined if on_gpu else little_at_once)(plan, self.specs)
-        self.plan, self.rebuilt = plan, True
+        caps, ours = self.policy.caps.rebuilt, self.policy.caps.are_ours
+        on_gpu = self.params[0].device.type == "cuda"
+        if ours and not on_gpu and is_little(self.specs):
+            caps = (LITTLE,)
+        plan = learned_plan(self.specs, caps, order)
+        self.plan = joined(plan, self.specs) if ours and on_gpu else plan
+        self.rebuilt = True
 
     def keep_only(self, wanted: Callable[[int], bool]) -> None:
         """Drop parameters that are not ``wanted`` from the plan, unless that would drop all."""

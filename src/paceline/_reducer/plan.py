@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 Assignment = tuple[tuple[int, ...], ...]  # for each bucket, the numbers of its parameters
 
-_LITTLE = 2 * 1024 * 1024  # bytes
+LITTLE = 2 * 1024 * 1024  # bytes
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,16 @@ def learned_plan(specs: Sequence[Spec], caps: Sequence[int], arrival: Sequence[i
     return assign(specs, caps, [*arrival, *rest])
 
 
+def is_little(specs: Sequence[Spec]) -> bool:
+    """Whether all gradients that share buckets had better leave at once.
+
+    Each bucket is one more time at which ranks wait for each other. For two buckets of 0.8 MiB that
+    takes longer than the exchange of the first, which an early start could hide (0.3 ms of a step
+    of 11 ms, two ranks over shm on 16 cores).
+    """
+    return sum(spec.nbytes for spec in specs if not spec.sparse) <= LITTLE
+
+
 def joined(plan: Assignment, specs: Sequence[Spec]) -> Assignment:
     """Join neighbours of one kind, two by two, but for the first bucket and the last two.
 
@@ -82,32 +91,6 @@ def joined(plan: Assignment, specs: Sequence[Spec]) -> Assignment:
             rows.append(row)
             may_grow = True
     return (*first, *rows, *last)
-
-
-def little_at_once(plan: Assignment, specs: Sequence[Spec]) -> Assignment:
-    """One bucket for all gradients of a kind that has little of them.
-
-    Each bucket is one more time at which ranks wait for each other. For two buckets of 0.8 MiB that
-    takes longer than the exchange of the first, which an early start could hide (0.3 ms of a step
-    of 11 ms, two ranks over shm on 16 cores).
-    """
-    totals: Counter[Hashable] = Counter()
-    ends: dict[Hashable, int] = {}
-    for index, row in enumerate(plan):
-        totals[specs[row[0]].kind] += sum(specs[n].nbytes for n in row if not specs[n].sparse)
-        if not specs[row[0]].sparse:
-            ends[specs[row[0]].kind] = index
-    rows: list[tuple[int, ...]] = []
-    gathered: dict[Hashable, tuple[int, ...]] = {}
-    for index, row in enumerate(plan):
-        spec = specs[row[0]]
-        if spec.sparse or totals[spec.kind] > _LITTLE:
-            rows.append(row)
-            continue
-        gathered[spec.kind] = (*gathered.get(spec.kind, ()), *row)
-        if index == ends[spec.kind]:
-            rows.append(gathered[spec.kind])
-    return tuple(rows)
 
 
 def triggers(
