@@ -132,7 +132,7 @@ class Diary:
 def _arrived(bucket: Bucket) -> bool:
     """Whether it is known to have; a device is not asked (``Entry.follow`` says why)."""
     asks = bucket.phase is Phase.IN_FLIGHT and bucket.future is None and bucket.buffer.is_cpu
-    return asks and bucket.work.is_completed()
+    return asks and events.is_over(bucket.work)
 
 
 def _bytes_of(buffer: Tensor) -> int:

@@ -90,13 +90,11 @@ class CallMaking(ProcessGroup):
         self.traffic.note(kind, nbytes)
         if len(call.outputs) > 1 and self._moves:
             refuse_shared(kind, call.outputs, self._rank)
-        finisher = make_dense(call, self._rank)
+        given, finisher = call.inputs, make_dense(call, self._rank)
         if call.outputs is not call.inputs and call.outputs and call.inputs and self._moves:
             keep_apart(call, self._rank, self._size)
-        if self._hooks or finisher is not None:
+        if self._hooks or call.inputs is not given or finisher or call.factor is not None:
             return self._observed(call, async_op, finisher)
-        if call.factor is not None:
-            scale(call, call.factor, self._rank)
         entry = None if self.board is None else self.board.begin(call, nbytes)
         if async_op:
             work = self._start(call, entry)
@@ -154,7 +152,7 @@ class CallMaking(ProcessGroup):
             agree(call, self._engine, self._rank, self._size, anywhere=anywhere)
 
     def _observed(self, call: Call, async_op: bool | None, finisher: Finisher | None) -> TorchWork:
-        """Make ``call`` between the hooks that want to see it before and after."""
+        """Make ``call`` between the hooks, and with memory of ours in place of the caller's."""
         hooks = list(self._hooks.values())
         for hook in hooks:
             if hook.before is not None:
@@ -180,7 +178,7 @@ class CallMaking(ProcessGroup):
                 end(error)
                 raise
             work.finally_do(end)
-            return self._collected(work)
+            return self._collected(work.using([*call.inputs, *call.outputs]))
         try:
             self._run(call, entry)
         except BaseException as error:

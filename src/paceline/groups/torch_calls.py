@@ -64,7 +64,7 @@ class TorchCalls(Lineage):
 
     def _end_coalescing(self, device: torch.device) -> TorchWork:
         works, self._coalescing = self._coalescing or [], None
-        return Together(works, (), self._watcher)
+        return Together(works, (), self._watcher, device)
 
     # -- hooks --------------------------------------------------------------------------------
 

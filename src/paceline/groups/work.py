@@ -2,7 +2,9 @@
 
 ``wait`` has three duties besides waiting: it finishes what must happen on this side (a result
 copied back into a strided tensor, an average divided), it lets the group's hooks know, and it
-raises what went wrong. They happen once, in whichever thread sees the end first.
+raises what went wrong. They happen once, in whichever thread sees the end first; on a device they
+are in that thread's stream, and whoever waits on another stream has it wait for them
+(``stream_mark.py``).
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
@@ -24,6 +27,7 @@ from .._torch.c10d import source_rank
 from ..errors import WaitTimeoutError
 from ..recorder import events
 from ..recorder.events import now
+from .stream_mark import StreamMark, devices_of, used_here
 
 Finisher = Callable[[BaseException | None], object]
 
@@ -62,7 +66,12 @@ class Work(TorchWork):
     _finishers: Sequence[Finisher] = ()
     _once: threading.Lock | None = None  # for whoever runs the finishers, if there are any
     _turn: threading.RLock | None = None  # for whoever waits, where only one may
-    _brings = False  # waiting itself puts the results in place
+    _room: Sequence[Tensor] = ()  # that finishers read
+    _devices: Collection[torch.device] = ()  # where the results are
+    _marks: Sequence[StreamMark] = ()  # behind what was done at the end
+    tells = True  # the engine can be asked whether it is done; else a thread has to wait
+    is_message = False  # nobody knows when it comes: a thread that waits for it does nothing else
+    _is_awaited = False  # by such a thread
     _ended = False
     _error: BaseException | None = None
 
@@ -91,9 +100,17 @@ class Work(TorchWork):
             self._once = threading.Lock()
         self._finishers = (*self._finishers, finisher)
 
-    def then_do(self, action: Callable[[], object]) -> Self:
-        """Call ``action`` when the work has completed without an error."""
+    def then_do(self, action: Callable[[], object], *room: Tensor) -> Self:
+        """Call ``action`` when the work has completed without an error.
+
+        ``room`` is memory of ours that the engine or ``action`` uses.
+        """
         self.finally_do(lambda error: action() if error is None else None)
+        return self.using(room)
+
+    def using(self, room: Sequence[Tensor]) -> Self:
+        """The engine uses ``room``, which nobody else has: a device may after we let go of it."""
+        self._room = (*self._room, *room)
         return self
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -105,6 +122,8 @@ class Work(TorchWork):
             else:
                 self._wait_in_turn(self._turn, seconds)
         if self._error is None:
+            for mark in self._marks:
+                mark.join()
             return True
         try:
             raise self._error
@@ -118,6 +137,8 @@ class Work(TorchWork):
         """
         began = time.monotonic()
         if not turn.acquire(timeout=-1 if seconds is None else seconds):
+            if self._ended:  # in this moment
+                return
             raise WaitTimeoutError(seconds or 0.0)
         try:
             if not self._ended:
@@ -130,6 +151,8 @@ class Work(TorchWork):
         try:
             over = self._block(seconds)
         except BaseException as error:
+            if not self._owns(error):
+                raise
             if self.entry is not None:
                 events.failed(self.entry, error)
             self._end(error.with_traceback(None))  # whoever waits is in it when it is raised again
@@ -138,6 +161,10 @@ class Work(TorchWork):
             if not over:
                 raise WaitTimeoutError(seconds or 0.0)
             self._end(None)
+
+    def _owns(self, error: BaseException) -> bool:
+        """Whether the work failed with it; an interrupt ends the waiting, and the work goes on."""
+        return isinstance(error, Exception)
 
     def _let_go(self) -> None:
         """Hold nothing of an engine that has failed.
@@ -148,6 +175,7 @@ class Work(TorchWork):
     def _end(self, error: BaseException | None) -> None:
         if self._once is None:  # then it is no matter who comes first
             self._note_end(error)
+            self._mark_streams()
             self._ended = True
             return
         with self._once:
@@ -159,22 +187,48 @@ class Work(TorchWork):
                     finisher(error)
             except BaseException as raised:
                 self._error = self._error or raised
+            self._mark_streams()
             self._finishers = ()
             self._ended = True
+
+    def _mark_streams(self) -> None:
+        """Note behind what other streams have to wait, and that this one uses what we let go of."""
+        if self._devices:
+            used_here(self._room)
+            self._marks = [StreamMark(device) for device in self._devices]
+        self._room = ()
 
     def _note_end(self, error: BaseException | None) -> None:
         if self.entry is not None and not self.entry.finished:
             self.entry.finished = now()
         self._error = error
 
+    def is_over(self) -> bool:
+        """Whether waiting would take no time, as far as is known; does nothing about it."""
+        return self._ended or self._poll()
+
     def is_completed(self) -> bool:
         """Return whether the work is complete, so that the results can be read."""
-        if self._ended or not self._poll():  # asked once: it may be done a moment later
-            return self._ended
-        if self._finishers or self._brings:
-            with contextlib.suppress(Exception):  # whoever waits gets it
-                self.wait()
-        return True
+        if not self._ended:
+            if not self.tells:
+                self._have_awaited()
+            elif self._poll():  # asked once: it may be done a moment later
+                with contextlib.suppress(Exception):  # whoever waits gets it
+                    self.wait()
+        return self._ended and all(mark.is_reached() for mark in self._marks)
+
+    def _is_around(self, *works: TorchWork) -> None:
+        """It tells no more than ``works`` do."""
+        if not all(getattr(work, "tells", True) for work in works):
+            self.tells = False
+        if any(getattr(work, "is_message", False) for work in works):
+            self.is_message = True
+
+    def _have_awaited(self) -> None:
+        """Let a thread wait for it, once."""
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._watcher().open(Future(), self)
 
     def is_success(self) -> bool:
         """Return whether the work has completed without an error."""
@@ -204,7 +258,7 @@ class Work(TorchWork):
         """Return a future of the output tensors; a thread completes it, even if nobody waits."""
         # An exception set on a future from Python crashes C++ that waits for it (torch 2.13); one
         # that is raised in a callback arrives as an error.
-        gate: Future[None] = Future()
+        gate: Future[None] = Future(devices=list(self._devices))
         future: Future[list[Tensor]] = gate.then(lambda _: self.result())
         if self._ended:
             gate.set_result(None)
@@ -234,6 +288,8 @@ class Wrapped(Work):
 
     def __init__(self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher) -> None:
         super().__init__(outputs)
+        self._devices = devices_of(outputs)
+        self._is_around(inner)
         self._inner = inner
         self._completer = watcher
         self._turn = threading.RLock()
@@ -242,7 +298,7 @@ class Wrapped(Work):
         return wait_for(self._inner, seconds)
 
     def _poll(self) -> bool:
-        return bool(self._inner.is_completed())
+        return events.is_over(self._inner)
 
     def _watcher(self) -> Watcher:
         return self._completer
@@ -255,7 +311,12 @@ class Wrapped(Work):
 
 
 class Timed(Wrapped):
-    """A torch work that could not be told its timeout, which counts from now."""
+    """A torch work that could not be told its timeout, which counts from now.
+
+    Such are messages of gloo's, which never say that they have come.
+    """
+
+    tells, is_message = False, True
 
     def __init__(
         self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher, seconds: float
@@ -271,8 +332,16 @@ class Timed(Wrapped):
 class Together(Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[TorchWork], outputs: Sequence[Tensor], watcher: Watcher):
+    def __init__(
+        self,
+        works: Sequence[TorchWork],
+        outputs: Sequence[Tensor],
+        watcher: Watcher,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(outputs)
+        self._devices = devices_of(outputs, device)
+        self._is_around(*works)
         self._works = works  # that nobody has seen ending
         self._completer = watcher
         self._turn = threading.RLock()
@@ -287,7 +356,7 @@ class Together(Work):
         return True
 
     def _poll(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(map(events.is_over, self._works))
 
     def _let_go(self) -> None:
         self._works = ()
@@ -297,7 +366,10 @@ class Together(Work):
 
 
 class Watcher:
-    """A thread that waits for works whose futures somebody holds; started by the first one."""
+    """A thread that waits for works whose futures somebody holds; started by the first one.
+
+    Messages, and what is asked for in that thread itself, get threads of their own.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -307,7 +379,8 @@ class Watcher:
 
     def open(self, gate: Future[None], work: Work) -> None:
         """Complete ``gate`` when ``work`` ends, well or badly."""
-        if threading.current_thread() is self._thread:  # a callback that will wait for this
+        own = threading.current_thread() is self._thread  # a callback that will wait for this
+        if own or work.is_message:
             one: queue.SimpleQueue[tuple[Future[None], Work] | None] = queue.SimpleQueue()
             one.put((gate, work))
             one.put(None)

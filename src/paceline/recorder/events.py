@@ -51,6 +51,15 @@ class DeviceProgress(Protocol):
     def is_completed(self) -> bool: ...
 
 
+def is_over(work: Any) -> bool:
+    """Whether a work has ended, well or badly; nothing is done about it.
+
+    ``is_completed`` may do what is left to do, and tell of an error.
+    """
+    look: Callable[[], bool] = getattr(work, "is_over", None) or work.is_completed
+    return bool(look())
+
+
 @dataclass(init=False, eq=False, repr=False, slots=True)
 class Entry:
     """One call on a group. Its maker sets all of it: a constructor would cost as much again."""
@@ -97,7 +106,7 @@ class Entry:
         if work is None:  # nobody waits for it, and nobody knows
             return False
         with asking[0]():
-            if work.is_completed() and not self.finished:
+            if is_over(work) and not self.finished:
                 self.finished = now()
         return not self.finished
 
@@ -266,7 +275,7 @@ class Board:
             return None
         work = entry.work()
         with asking[0]():
-            if work is None or work.is_completed():
+            if work is None or is_over(work):
                 self.on_device = None  # it has ended, and is not asked for again
                 return None
         entry.finished = 0

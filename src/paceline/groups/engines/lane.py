@@ -43,6 +43,9 @@ class LaneWork(Work):
             raise self._raised
         return True
 
+    def _owns(self, error: BaseException) -> bool:
+        return super()._owns(error) or error is self._raised
+
     def _poll(self) -> bool:
         return self._over.is_set()
 

@@ -124,7 +124,9 @@ class NcclEngine(TorchEngine):
             for part, found in zip(parts, taken.split(sizes), strict=True):
                 part.copy_(found.view_as(part))
 
-        return self._then(work, parts).then_do(unpack) if parts else self._then(work, call.inputs)
+        if not parts:
+            return work
+        return self._then(work, parts).then_do(unpack, taken)
 
     def _scatter(self, call: Call) -> TorchWork:
         own, parts = call.outputs[0], call.inputs
@@ -132,7 +134,8 @@ class NcclEngine(TorchEngine):
         given = torch.cat([part.reshape(-1) for part in parts]) if parts else own.new_empty(0)
         room = own.new_empty(own.numel())
         work = self._exchange(room, given, self._to_root(own, call), sizes, call)
-        return self._then(work, [own]).then_do(lambda: own.copy_(room.view_as(own)))
+        work = self._then(work, [own])
+        return work.then_do(lambda: own.copy_(room.view_as(own)), given, room)
 
     def _to_root(self, own: Tensor, call: Call) -> list[int]:
         """How much goes between this rank and each, if all of it is the root's affair."""

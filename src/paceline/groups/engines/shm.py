@@ -93,7 +93,10 @@ class ShmEngine:
         operation = self.shm.start(call, call.quiet, *arguments)
         if operation is None:
             return Finished(call.outputs or call.inputs)
-        return ShmWork(self, operation, call.outputs or call.inputs)
+        work = ShmWork(self, operation, call.outputs or call.inputs)
+        if call.kind == "recv":
+            work.is_message = True
+        return work
 
     def _reduction(self, call: Call) -> _Arguments:
         given, result = call.inputs[0], call.outputs[0]
@@ -199,7 +202,9 @@ class ShmEngine:
 
     def _transfer(self, call: Call) -> _Arguments:
         tensor = call.inputs[0] if call.inputs else call.outputs[0]
-        return self._move(call, call.kind, tensor, tensor.numel())
+        # who sent it is read afterwards, when another thread could have a spare operation again
+        operation = Operation() if call.kind == "recv" else None
+        return self._move(call, call.kind, tensor, tensor.numel(), operation)
 
     def _barrier(self, call: Call) -> _Arguments:
         return (KIND_CODES["barrier"], 0, 0, 1, -1, 0, 0, 0, 0, call.timeout, None)

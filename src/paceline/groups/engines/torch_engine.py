@@ -68,10 +68,10 @@ class TorchEngine:
         """gloo divides in floating point only, and NCCL after the sum has wrapped."""
         instead, finish = integer_mean.as_sum(call, self.inner.rank(), self.inner.size())
         work = Wrapped(self._START[call.kind](self, instead), call.outputs, self.watcher)
-        return work.then_do(finish)
+        return work.then_do(finish, *instead.inputs, *instead.outputs)
 
     def _then(self, work: TorchWork, outputs: Sequence[Tensor]) -> Wrapped:
-        """``work`` as one of ours; gloo's reduce-scatters never say that they are completed."""
+        """``work`` as one of ours."""
         return Wrapped(work, outputs, self.watcher)
 
     def _all_reduce(self, call: Call) -> TorchWork:
@@ -141,8 +141,8 @@ class TorchEngine:
             one = Call("reduce", (copy,), (copy,), call.reduction, root, timeout=call.timeout)
             works.append(TorchEngine._reduce(self, one))  # nobody else has the copies
         work = Together(works, call.outputs, self.watcher)
-        rank = self.inner.rank()
-        return work.then_do(lambda: call.outputs[0].copy_(copies[rank].view_as(call.outputs[0])))
+        kept, own = call.outputs[0], copies[self.inner.rank()]
+        return work.then_do(lambda: kept.copy_(own.view_as(kept)), *copies)
 
     def _reduce_scatter(self, call: Call) -> TorchWork:
         if len({t.shape for t in call.inputs}) > 1:
@@ -151,15 +151,13 @@ class TorchEngine:
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
         inputs = [list(map(real, call.inputs))]
-        work = self.inner.reduce_scatter(list(map(real, call.outputs)), inputs, options)
-        return self._then(work, call.outputs)
+        return self.inner.reduce_scatter(list(map(real, call.outputs)), inputs, options)
 
     def _reduce_scatter_single(self, call: Call) -> TorchWork:
         options = c10d.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[call.reduction]
         options.timeout = timedelta(seconds=call.timeout)
-        work = reduce_scatter_flat(self.inner, real(call.outputs[0]), real(call.inputs[0]), options)
-        return self._then(work, call.outputs)
+        return reduce_scatter_flat(self.inner, real(call.outputs[0]), real(call.inputs[0]), options)
 
     def _all_to_all(self, call: Call) -> TorchWork:
         options = c10d.AllToAllOptions()

@@ -143,7 +143,7 @@ class ForeignEngine:
             for part in parts[1:]:
                 combine(tensor, part, out=tensor)
 
-        return self._gathered(parts, tensor, call).then_do(reduce)
+        return self._gathered(parts, tensor, call).then_do(reduce, *parts)
 
     def _reduce(self, call: Call) -> Work:
         total, output = call.inputs[0].clone(), call.outputs[0]  # only the root's may change
@@ -154,7 +154,7 @@ class ForeignEngine:
         else:
             work = self._reduced(total, call)
         at_root = self.inner.rank() == call.root
-        return work.then_do(lambda: output.copy_(total) if at_root else None)
+        return work.then_do(lambda: output.copy_(total) if at_root else None, total)
 
     def _reduce_scatter(self, call: Call) -> Work:
         output, rank = call.outputs[0], self.inner.rank()
@@ -168,7 +168,8 @@ class ForeignEngine:
         sizes = [t.numel() for t in call.inputs]
         total = torch.cat([t.reshape(-1) for t in call.inputs])
         part = total.split(sizes)[rank]
-        return self._reduced(total, call).then_do(lambda: output.copy_(part.view_as(output)))
+        work = self._reduced(total, call)
+        return work.then_do(lambda: output.copy_(part.view_as(output)), total)
 
     def _reduce_scatter_single(self, call: Call) -> Work:
         output, given = call.outputs[0], call.inputs[0]
@@ -178,7 +179,8 @@ class ForeignEngine:
             return self._work(method(as_real(output), as_real(given), options), [output])
         total = given.reshape(-1).clone()
         part = total.view(self.inner.size(), -1)[self.inner.rank()]
-        return self._reduced(total, call).then_do(lambda: output.copy_(part.view_as(output)))
+        work = self._reduced(total, call)
+        return work.then_do(lambda: output.copy_(part.view_as(output)), total)
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class ForeignEngine:
             return self._work(self._need("broadcast")([tensor], options), [tensor])
         copies = [torch.empty_like(tensor) for _ in range(self.inner.size())]
         work = self._gathered(copies, tensor, call)
-        return work.then_do(lambda: tensor.copy_(copies[root]))
+        return work.then_do(lambda: tensor.copy_(copies[root]), *copies)
 
     def _all_gather(self, call: Call) -> Work:
         return self._gathered(call.outputs, call.inputs[0], call)
@@ -274,7 +276,7 @@ class ForeignEngine:
                 part = everything[source].split(rows[source])[rank]
                 tensor.copy_(part.view_as(tensor))
 
-        return work.then_do(keep)
+        return work.then_do(keep, *everything)
 
     def _ranks(self) -> range:
         return range(self.inner.size())

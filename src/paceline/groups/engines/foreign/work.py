@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from ...._torch.c10d import FutureBase, source_rank
 from ....errors import UnsupportedError
+from ...stream_mark import devices_of
 from ...work import Watcher, Work, wait_for
 
 
@@ -34,6 +35,7 @@ class ForeignWork(Work):
         reduced: bool,
     ) -> None:
         super().__init__(outputs)
+        self._devices = devices_of(outputs)
         self._inner, self._completer, self._reduced = inner, watcher, reduced
         self._waits = _has(inner, "wait")
         self._future = _future_of(inner) if reduced or not self._waits else None
@@ -45,7 +47,7 @@ class ForeignWork(Work):
                 f"Write {kind}.wait(timeout).",
             )
         if reduced and self._future is not None:
-            self._brings, self._turn = True, threading.RLock()
+            self._turn = threading.RLock()
 
     def _block(self, seconds: float | None) -> bool:
         if self._future is not None:

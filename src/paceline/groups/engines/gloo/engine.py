@@ -97,7 +97,7 @@ class GlooEngine(TorchEngine):
             return super()._reduce(call)
         room = [t.clone() for t in call.outputs]
         instead = Call("reduce", room, room, call.reduction, call.root, timeout=call.timeout)
-        return self._then(super()._reduce(instead), call.outputs)
+        return self._then(super()._reduce(instead), call.outputs).using(room)
 
     def _all_gather_single(self, call: Call) -> TorchWork:
         # By size alone: whether a rank's input is its row already is not the same on all ranks.
@@ -131,8 +131,19 @@ class GlooEngine(TorchEngine):
         works = [move([part], r, _OUR_TAG) for r, part in enumerate(parts) if r != rank]
         return Together(works, call.outputs, self.watcher)
 
+    def _reduce_scatter(self, call: Call) -> TorchWork:
+        return self._silent(super()._reduce_scatter(call), call)
+
     def _reduce_scatter_single(self, call: Call) -> TorchWork:
-        return self._send_and_add(call) if _adds(call) else super()._reduce_scatter_single(call)
+        if _adds(call):
+            return self._send_and_add(call)
+        return self._silent(super()._reduce_scatter_single(call), call)
+
+    def _silent(self, inner: TorchWork, call: Call) -> TorchWork:
+        """gloo's reduce-scatters never say that they are done."""
+        work = self._then(inner, call.outputs)
+        work.tells = False
+        return work
 
     def _send_and_add(self, call: Call) -> TorchWork:
         """Every rank gets its part from each; gloo's own would be an all-reduce of everything."""
@@ -147,7 +158,7 @@ class GlooEngine(TorchEngine):
             if call.reduction == "avg":
                 kept.div_(self.inner.size())
 
-        return self._then(inner, call.outputs).then_do(add)
+        return self._then(inner, call.outputs).then_do(add, parts)
 
     def _all_to_all(self, call: Call) -> TorchWork:
         """As one flat exchange: gloo's own wants equal sizes."""
@@ -164,7 +175,7 @@ class GlooEngine(TorchEngine):
             for tensor, part in zip(call.outputs, taken.split(sizes), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-        return self._then(work, call.outputs).then_do(unpack)
+        return self._then(work, call.outputs).then_do(unpack, given, taken)
 
     _START: ClassVar[dict[str, Callable[[Any, Call], TorchWork]]] = {
         **TorchEngine._START,
@@ -172,6 +183,7 @@ class GlooEngine(TorchEngine):
         "all_gather_single": _all_gather_single,
         "gather": _gather,
         "scatter": _scatter,
+        "reduce_scatter": _reduce_scatter,
         "reduce_scatter_single": _reduce_scatter_single,
         "all_to_all": _all_to_all,
     }

@@ -108,6 +108,8 @@ class Pair:
 class _PairExchange(Together):
     """What two ranks send each other; such works are told their time when they are waited for."""
 
+    tells = False
+
     def __init__(
         self, works: list[TorchWork], outputs: Sequence[Tensor], watcher: Watcher, seconds: float
     ) -> None:

@@ -24,6 +24,8 @@ from .world import Receipt, World
 class Receiving(Work):
     """A message that was asked for. Its timeout runs from then on, and is noticed by who waits."""
 
+    is_message = True
+
     def __init__(self, engine: ThreadsEngine, receipt: Receipt) -> None:
         super().__init__(receipt.call.outputs)
         self._engine = engine
@@ -36,7 +38,9 @@ class Receiving(Work):
             return True
         if seconds is not None and seconds < left:
             return False
-        raise world.give_up(rank, self._receipt, self._clock.seconds)
+        if (error := world.give_up(rank, self._receipt, self._clock.seconds)) is not None:
+            raise error
+        return world.receive(rank, self._receipt, 0.0)  # it came in this moment
 
     def _poll(self) -> bool:
         return self._engine.world.is_settled(self._engine.rank, self._receipt)

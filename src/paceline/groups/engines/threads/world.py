@@ -294,9 +294,11 @@ class World:
             nobody = self._left.issuperset(self._senders(rank, receipt)) or rank in self._left
             return receipt.here or nobody or self._is_over()
 
-    def give_up(self, rank: int, receipt: Receipt, seconds: float) -> GroupError:
-        """Ask no more; says who did not send."""
+    def give_up(self, rank: int, receipt: Receipt, seconds: float) -> GroupError | None:
+        """Ask no more; says who did not send, or None if it is here after all."""
         with self.changed:
+            if receipt.here:
+                return None
             receipts = self._mailboxes[rank].receipts
             if receipt in receipts:
                 receipts.remove(receipt)
