@@ -56,6 +56,14 @@ def _reduce_scatter(scene: Scene) -> Started:
     return work, out, torch.full((SIZE,), float(scene.size * (scene.rank + 1))), parts
 
 
+def _all_gather(scene: Scene) -> Started:
+    room = _zeros(scene, scene.size, SIZE)
+    own = torch.full((SIZE,), float(scene.rank + 1), device=scene.device)
+    work = scene.group.all_gather(list(room.unbind()), own, async_op=True)
+    goal = torch.arange(1.0, scene.size + 1).unsqueeze(1).expand(-1, SIZE)
+    return work, room, goal, own
+
+
 def _strided(scene: Scene) -> Started:
     columns = _zeros(scene, SIZE, 2)[:, 0]
     columns.fill_(scene.rank + 1)
@@ -93,6 +101,7 @@ STARTS: dict[str, Callable[[Scene], Started]] = {
     "gather": _gather,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
     "strided": _strided,
     "integers": _integers,
     "coalesced": _coalesced,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.distributed import Work as TorchWork
 
 from ..._torch import nccl as torchs
 from ..._torch.c10d import (
+    all_gather_flat,
     devices_of,
     engine_of,
     lend,
@@ -111,6 +113,33 @@ class NcclEngine(TorchEngine):
             and (dtype, reduction) != (torch.bool, "avg")
         )
 
+    # torch puts lists of tensors into flat memory of its own, and lets go of it once waited for.
+    # If another stream waits than that of the call, it may be written to while NCCL still uses it.
+
+    def _all_gather(self, call: Call) -> TorchWork:
+        given, parts = call.inputs[0], call.outputs
+        if len({part.shape for part in parts}) > 1:
+            return self._each_broadcasts(call)
+        taken = given.new_empty(len(parts) * given.numel())
+        options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=call.timeout)
+        work = all_gather_flat(self.inner, taken, given.view(-1), options)
+        return self._then_unpack(work, parts, taken)
+
+    def _reduce_scatter(self, call: Call) -> TorchWork:
+        if len({t.shape for t in call.inputs}) > 1:
+            return self._each_reduces(call)
+        given = torch.cat([t.reshape(-1) for t in call.inputs])
+        work = self._reduce_scatter_single(dataclasses.replace(call, inputs=[given]))
+        return self._then(work, call.outputs).using([given])
+
+    def _then_unpack(self, work: TorchWork, parts: Sequence[Tensor], taken: Tensor) -> TorchWork:
+        def unpack() -> None:
+            for part, found in zip(parts, taken.split([p.numel() for p in parts]), strict=True):
+                part.copy_(found.view_as(part))
+
+        return self._then(work, parts).then_do(unpack, taken)
+
     # torch wants the parts of a gather or scatter to be of one size, which the root alone can see.
     # So all ranks make an exchange of it, in which only the root takes, or gives.
 
@@ -119,14 +148,7 @@ class NcclEngine(TorchEngine):
         sizes = [part.numel() for part in parts] or [0] * self.inner.size()
         taken = own.new_empty(sum(sizes))
         work = self._exchange(taken, own.reshape(-1), sizes, self._to_root(own, call), call)
-
-        def unpack() -> None:
-            for part, found in zip(parts, taken.split(sizes), strict=True):
-                part.copy_(found.view_as(part))
-
-        if not parts:
-            return work
-        return self._then(work, parts).then_do(unpack, taken)
+        return self._then_unpack(work, parts, taken) if parts else work
 
     def _scatter(self, call: Call) -> TorchWork:
         own, parts = call.outputs[0], call.inputs
@@ -150,6 +172,8 @@ class NcclEngine(TorchEngine):
 
     _START: ClassVar[dict[str, Callable[[Any, Call], TorchWork]]] = {
         **TorchEngine._START,
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
         "gather": _gather,
         "scatter": _scatter,
     }
