@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 
 from paceline import DistributedDataParallel as DDP
+from paceline._exchange.journey import FutureJourney
+from paceline._exchange.weighted_mean import HEAD, Averaging
+from paceline.groups import FINISHED
 from paceline.optim import ZeroRedundancyOptimizer
 from tests.ddp.toys import TINY, Grads, assert_same, fill, grads, stack, weights
 
@@ -176,6 +181,118 @@ def test_a_model_that_computes_on_two_streams_is_averaged(scene: Scene, views: b
         ddp.zero_grad()
         loss(scene, ddp, scene.rank, step).backward()
         assert_same(grads(ddp), goal, **EXACT)
+
+
+class Late(torch.autograd.Function):
+    """Passes its input on; the gradient takes a while on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        busy()
+        return grad * 1.0
+
+
+class LateBranch(nn.Module):
+    """Two branches on two streams; autograd hands the slow one's gradients over first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = stack(3, 64)
+        self.fast, self.slow = stack(64, 64, seed=1), stack(64, 64, seed=2)
+        self.streams = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        if not self.streams:
+            return self.fast(x) + self.slow(x)
+        side, now = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(now)
+        with torch.cuda.stream(side):
+            fast = self.fast(x)
+        slow = Late.apply(self.slow(x))
+        now.wait_stream(side)
+        return fast + slow
+
+
+@on_ranks(cuda=True)
+@VIEWS
+@pytest.mark.parametrize("later", [False, True], ids=["", "later"])
+def test_a_bucket_waits_for_gradients_of_other_streams(
+    scene: Scene, views: bool, later: bool
+) -> None:
+    """``later``: the model takes to its streams when the order of gradients is known."""
+    own = scene.place(LateBranch())
+    cap = 2 * (64 * 64 + 64) * 8 / 2**20  # both branches in one bucket, the trunk in the next
+    ddp = DDP(own, process_group=scene.group, bucket_cap_mb=cap, gradient_as_bucket_view=views)
+    for step in range(2 + STEPS):
+        own.streams = not later or step > 1
+        goal = scene.mean_grads(LateBranch(), lambda m, r, s=step: loss(scene, m, r, s))
+        scene.wait()
+        ddp.zero_grad()
+        loss(scene, ddp, scene.rank, step).backward()
+        if not later or step > 2:  # the first such pass is not foreseen
+            assert_same(grads(ddp), goal, **EXACT)
+        scene.wait()
+
+
+@on_ranks(cuda=True)
+def test_gradients_are_not_freed_while_the_stream_of_the_backward_reads_them(scene: Scene) -> None:
+    ddp = wrapped(scene)
+    ahead, behind = torch.cuda.Stream(), torch.cuda.Stream()
+    for step in range(STEPS):
+        goal = expected(scene, step)
+        ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(ahead):
+            ddp.zero_grad()
+            value = loss(scene, ddp, scene.rank, step)
+        behind.wait_stream(ahead)
+        with torch.cuda.stream(behind):
+            busy()
+            value.backward()
+            found = grads(ddp)
+        with torch.cuda.stream(ahead):
+            for shape in ((64, 64), (64, 3), (2, 64), (64,), (2,)):
+                for _ in range(4):
+                    torch.empty(shape, device=scene.device, dtype=torch.float64).fill_(77.0)
+        behind.synchronize()
+        assert_same(found, goal, **EXACT)
+        scene.wait()
+
+
+@on_ranks(cuda=True)
+def test_what_is_done_with_the_future_of_a_codec_comes_behind_its_decoding(scene: Scene) -> None:
+    buffer = torch.zeros(1 << 16, device=scene.device)
+
+    def steps() -> Iterator[Sequence[Work]]:
+        yield ()
+        busy()
+        buffer.fill_(1.0)
+
+    journey = FutureJourney(steps(), buffer)
+    read = journey.future.then(lambda future: future.value().clone())
+    journey.wait()
+    journey.end(None)
+    assert_close(read.wait(), torch.ones_like(buffer))
+
+
+@on_ranks(cuda=True)
+def test_a_mean_that_another_stream_has_divided_is_waited_for(scene: Scene) -> None:
+    buffer = torch.full((1 << 27,), 4.0, device=scene.device)
+    buffer[-HEAD:] = 2.0
+    averaging = Averaging(FINISHED, buffer, divides=True)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    scene.wait()
+    with torch.cuda.stream(first):
+        averaging.wait()
+    with torch.cuda.stream(second):
+        averaging.wait()
+        seen = buffer[-HEAD - 1000 : -HEAD].clone()
+    second.synchronize()
+    assert_close(seen, torch.full_like(seen, 2.0))
 
 
 @on_ranks(cuda=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -181,6 +185,36 @@ def test_what_is_around_a_silent_work_is_awaited_as_well() -> None:
     watcher.close()
 
 
+def test_a_message_between_hosts_does_not_hold_up_other_futures_either() -> None:
+    lane, comes = Lane("test-aside"), threading.Event()
+    message = lane.aside(lambda: comes.wait(LONG)).get_future()
+    lane.start(lambda: None).get_future().wait()
+    assert not message.done()
+    comes.set()
+    message.wait()
+    lane.close()
+
+
+def end_while_asking(meeting: Meeting) -> bool:
+    group = meeting.new_group("gloo", timeout=timedelta(seconds=10 * LONG))
+    if meeting.rank:
+        meeting.store().wait(["ended"], timedelta(seconds=LONG))
+        group.abort()
+        return True
+    work = group.recv(torch.zeros(1), 1, async_op=True)
+    assert not work.is_completed()
+    waiting = [t for t in threading.enumerate() if t.name == "paceline-gloo-futures"]
+    group.shutdown()
+    for thread in waiting:
+        thread.join(LONG)
+    meeting.store().set("ended", "yes")
+    return len(waiting) == 1 and not waiting[0].is_alive()
+
+
+def test_a_message_that_was_asked_about_does_not_hold_gloo_after_the_end_of_its_group() -> None:
+    assert spawn_ranks(2, end_while_asking, deadline=3 * LONG) == [True, True]
+
+
 # -- who waits is interrupted, or too late ---------------------------------------------------------
 
 
@@ -207,6 +241,56 @@ def test_a_task_that_ends_its_thread_has_failed_with_that() -> None:
     lane.close()
     assert work.is_completed()
     assert isinstance(work.exception(), SystemExit)
+
+
+def test_a_work_that_cannot_be_waited_for_twice_ends_with_an_interrupt() -> None:
+    work = Scripted(KeyboardInterrupt())
+    work.tells = False  # as messages of gloo's: the interrupt comes when the message has
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+
+
+@pytest.mark.parametrize("around", [Wrapped, Together])
+def test_what_is_around_a_work_fails_with_it_whatever_the_error(around: Any) -> None:
+    errors = []
+    lane, watcher = Lane("test-around-leaving"), Watcher("none")
+    inner = lane.start(partial(sys.exit, 3))
+    outer = around(inner if around is Wrapped else [inner], (), watcher)
+    outer.finally_do(errors.append)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            outer.wait()
+    assert outer.is_completed()
+    assert errors == [inner.exception()]
+    lane.close()
+
+
+def test_a_device_that_fails_at_the_end_is_the_error_of_the_work() -> None:
+    class Device(Scripted):
+        def _mark_streams(self) -> None:
+            raise RuntimeError("device-side assert")
+
+    ends: list[object] = []
+    work = Device(True)
+    work.finally_do(ends.append)
+    assert work.is_completed()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            work.wait()
+    assert ends == [None]
+
+
+def test_who_asks_a_failed_work_does_not_keep_it_alive() -> None:
+    gc.disable()
+    try:
+        work = Scripted(ValueError("lost"))
+        held = weakref.ref(work)
+        assert work.is_completed()
+        del work
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 class _Taken:

@@ -44,11 +44,12 @@ class FutureJourney(Journey):
     def __init__(self, steps: Iterator[Sequence[TorchWork]], buffer: Tensor) -> None:
         super().__init__(steps)
         devices: list[Any] = [] if buffer.device.type == "cpu" else [buffer.device]
-        self._gate: Future[None] = Future(devices=devices)
+        self._gate: Future[Any] = Future(devices=devices)
+        self._result = buffer if devices else None
         self._error: BaseException | None = None
 
         # An error must be raised in a callback: set on the future itself, it would crash C++.
-        def result(_gate: Future[None]) -> Tensor:
+        def result(_gate: Future[Any]) -> Tensor:
             if self._error is not None:
                 raise self._error
             return buffer
@@ -58,4 +59,4 @@ class FutureJourney(Journey):
     def end(self, error: BaseException | None) -> None:
         """Complete the future."""
         self._error = error
-        self._gate.set_result(None)
+        self._gate.set_result(self._result)  # from which torch learns which streams to wait for

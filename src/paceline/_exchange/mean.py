@@ -45,7 +45,7 @@ def gather_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
 
 def done(tensor: Tensor) -> Future[Tensor]:
     """A future that is already complete."""
-    future: Future[Tensor] = Future()
+    future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else [])
     future.set_result(tensor)
     return future
 

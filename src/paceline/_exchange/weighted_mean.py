@@ -11,6 +11,7 @@ bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from .._torch.streams import StreamMark, devices_of
 from ..groups import Group, ReduceOp
 
 HEAD = 3  # elements of a Standing
@@ -118,6 +120,7 @@ class Averaging:
         self._arrival: Awaited | None = arrival
         self._buffer, self._divides = buffer, divides
         self._standing = NOBODY
+        self._marks: Sequence[StreamMark] = ()
 
     def wait(self) -> Standing:
         """Block until the mean is in the buffer."""
@@ -126,7 +129,10 @@ class Averaging:
             self._standing = Standing(*self._buffer[-HEAD:].tolist())
             if self._divides and self._standing.weight:
                 self._buffer[:-HEAD].div_(self._standing.weight)
+            self._marks = [StreamMark(device) for device in devices_of([self._buffer])]
             self._arrival = None
+        for mark in self._marks:  # others may have waited on another stream
+            mark.join()
         return self._standing
 
 

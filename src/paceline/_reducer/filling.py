@@ -44,7 +44,13 @@ class Filling:
             if slot is not None and bucket.phase is Phase.FILLING:
                 self.take(bucket, [slot])
             if completes:
+                self.meet_streams()
                 self.advance(index)
+
+    def meet_streams(self) -> None:
+        """Let this stream use all gradients that have come, on whichever stream they did."""
+        left = self._of.layout.buckets[self._pass.next :]
+        self._of.streams.meet(param.grad for bucket in left for param in bucket.params)
 
     def advance(self, index: int) -> None:
         """Send off full buckets whose turn it is, up to this one; the last one never.

@@ -188,7 +188,7 @@ class Mailbox:
             copy[FIXED - 1] = _UNTOLD
         copy.copy_(memory, non_blocking=True)
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(memory.device))
         self._kept = Kept(copy, event, unit)
         return self._kept
 

@@ -35,6 +35,7 @@ from .diary import Diary
 from .expected import Expected
 from .facts import Facts
 from .finalization import Finalization
+from .gradient_streams import GradientStreams
 from .handed import Handed
 from .header import Header, Mailbox
 from .layout import Layout, agreed_order
@@ -75,6 +76,7 @@ class Reducer(Facts):
         self.expected = Expected(wanted)
         self.observers = Observers(heeds)
         self.mailbox = Mailbox()  # which outlives it: nothing in it knows the reducer
+        self.streams = GradientStreams(self.params)
         self.listeners = Listeners(self, wanted=hooks)
         self.handed = Handed(self)
         self.finalization = Finalization(self)

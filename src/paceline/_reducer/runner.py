@@ -81,6 +81,7 @@ class Runner:
                 return
             self._refuse_weight(is_there)
             self._wait_for_gradients(watched=False).before.forget(number)
+        self._of.streams.note()
         if self._of.listeners.noting and not self.running.handed:
             self._note(self.running, number)
 
@@ -96,6 +97,7 @@ class Runner:
     def fills(self) -> bool:
         """A gradient has come: whether it goes into a bucket. Begins the pass if it is to."""
         current = self.current
+        self._of.streams.note()
         if current is not None and current.runs:
             if current.state is State.FILLING:
                 return not current.handed
@@ -144,6 +146,7 @@ class Runner:
         return self._await_end(waiting)
 
     def _await_end(self, waiting: Pass) -> Pass:
+        self._of.streams.pass_begins()
         ending = _Ending(self, waiting)
         waiting.ending, waiting.task = weakref.ref(ending), current_task()
         self.current = waiting
@@ -181,6 +184,7 @@ class Runner:
         """Begin a pass outside any backward pass, or one whose gradients a graph hands over."""
         if self.current is None:
             self._of.diary.backward_begins()
+            self._of.streams.pass_begins()
             self.current = Pass(role, answers, before=Before(self._of.params))
         self.current.role = role
         self._enter(self.current)

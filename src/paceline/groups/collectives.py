@@ -98,7 +98,7 @@ class Collectives(CallMaking):
                 torch.cat(indices).t(), torch.cat(values), tensor.shape
             ).coalesce()
         tensor.copy_(total / self._size if reduction == "avg" else total)
-        return Finished((tensor,))
+        return Finished((tensor,)).marked()
 
     def start_all_reduce(
         self, tensor: Tensor, op: Op = ReduceOp.SUM, *, quiet: bool = False

@@ -4,7 +4,7 @@
 copied back into a strided tensor, an average divided), it lets the group's hooks know, and it
 raises what went wrong. They happen once, in whichever thread sees the end first; on a device they
 are in that thread's stream, and whoever waits on another stream has it wait for them
-(``stream_mark.py``).
+(``_torch/streams.py``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from .._torch.c10d import source_rank
+from .._torch.streams import StreamMark, devices_of, used_here
 from ..errors import WaitTimeoutError
 from ..recorder import events
 from ..recorder.events import now
-from .stream_mark import StreamMark, devices_of, used_here
 
 Finisher = Callable[[BaseException | None], object]
 
@@ -116,11 +116,7 @@ class Work(TorchWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the work is complete. After ``timeout`` it raises, and the work continues."""
         if not self._ended:
-            seconds = None if timeout is None else seconds_of(timeout)
-            if self._turn is None:
-                self._wait(seconds)
-            else:
-                self._wait_in_turn(self._turn, seconds)
+            self._come_to_the_end(None if timeout is None else seconds_of(timeout))
         if self._error is None:
             for mark in self._marks:
                 mark.join()
@@ -129,6 +125,13 @@ class Work(TorchWork):
             raise self._error
         finally:
             del self  # the error's traceback has this frame, and would hold what holds the error
+
+    def _come_to_the_end(self, seconds: float | None) -> None:
+        """Wait; an error of the work is kept and not raised."""
+        if self._turn is None:
+            self._wait(seconds)
+        else:
+            self._wait_in_turn(self._turn, seconds)
 
     def _wait_in_turn(self, turn: threading.RLock, seconds: float | None) -> None:
         """Wait, or wait for the thread that waits already.
@@ -163,8 +166,12 @@ class Work(TorchWork):
             self._end(None)
 
     def _owns(self, error: BaseException) -> bool:
-        """Whether the work failed with it; an interrupt ends the waiting, and the work goes on."""
-        return isinstance(error, Exception)
+        """Whether the work failed with it; an interrupt ends the waiting, and the work goes on.
+
+        Except if it does not tell: an interrupt comes when gloo has handed over a message, and who
+        waits for it once more waits for ever.
+        """
+        return isinstance(error, Exception) or not self.tells
 
     def _let_go(self) -> None:
         """Hold nothing of an engine that has failed.
@@ -174,29 +181,35 @@ class Work(TorchWork):
 
     def _end(self, error: BaseException | None) -> None:
         if self._once is None:  # then it is no matter who comes first
-            self._note_end(error)
-            self._mark_streams()
-            self._ended = True
+            if self._devices or self._room:
+                self._finish(error)
+            else:
+                self._note_end(error)
+                self._ended = True
             return
         with self._once:
-            if self._ended:
-                return
-            self._note_end(error)
-            try:
-                for finisher in self._finishers:
-                    finisher(error)
-            except BaseException as raised:
-                self._error = self._error or raised
+            if not self._ended:
+                self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._note_end(error)
+        finishers, self._finishers = self._finishers, ()
+        try:
+            for finisher in finishers:
+                finisher(error)
             self._mark_streams()
-            self._finishers = ()
+        except BaseException as raised:  # of a finisher, or of a device that has failed
+            self._error = self._error or raised
+        finally:
             self._ended = True
 
     def _mark_streams(self) -> None:
         """Note behind what other streams have to wait, and that this one uses what we let go of."""
-        if self._devices:
+        if self._room:
             used_here(self._room)
+            self._room = ()
+        if self._devices:
             self._marks = [StreamMark(device) for device in self._devices]
-        self._room = ()
 
     def _note_end(self, error: BaseException | None) -> None:
         if self.entry is not None and not self.entry.finished:
@@ -205,7 +218,7 @@ class Work(TorchWork):
 
     def is_over(self) -> bool:
         """Whether waiting would take no time, as far as is known; does nothing about it."""
-        return self._ended or self._poll()
+        return self._is_there() if self._ended else self._poll()
 
     def is_completed(self) -> bool:
         """Return whether the work is complete, so that the results can be read."""
@@ -213,9 +226,12 @@ class Work(TorchWork):
             if not self.tells:
                 self._have_awaited()
             elif self._poll():  # asked once: it may be done a moment later
-                with contextlib.suppress(Exception):  # whoever waits gets it
-                    self.wait()
-        return self._ended and all(mark.is_reached() for mark in self._marks)
+                self._come_to_the_end(None)  # whoever waits gets its error
+        return self._ended and self._is_there()
+
+    def _is_there(self) -> bool:
+        """Whether devices have done what there was to do at the end."""
+        return all(mark.is_reached() for mark in self._marks)
 
     def _is_around(self, *works: TorchWork) -> None:
         """It tells no more than ``works`` do."""
@@ -223,6 +239,11 @@ class Work(TorchWork):
             self.tells = False
         if any(getattr(work, "is_message", False) for work in works):
             self.is_message = True
+
+    def be_on_its_device(self) -> None:
+        """Let this thread be where the results are: callbacks of futures are there, too."""
+        for device in self._devices:
+            torch.cuda.set_device(device)
 
     def _have_awaited(self) -> None:
         """Let a thread wait for it, once."""
@@ -279,6 +300,12 @@ class Finished(Work):
         if source >= 0:
             self._source = source
 
+    def marked(self) -> Self:
+        """What was done is in the current stream, and others that wait wait for it."""
+        self._devices = devices_of(self._outputs)
+        self._mark_streams()
+        return self
+
     def source_rank(self) -> int:
         return self._source
 
@@ -286,9 +313,15 @@ class Finished(Work):
 class Wrapped(Work):
     """Another engine's work, with duties of ours at its end."""
 
-    def __init__(self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher) -> None:
+    def __init__(
+        self,
+        inner: TorchWork,
+        outputs: Sequence[Tensor],
+        watcher: Watcher,
+        devices: Collection[torch.device] | None = None,
+    ) -> None:
         super().__init__(outputs)
-        self._devices = devices_of(outputs)
+        self._devices = devices_of(outputs) if devices is None else devices
         self._is_around(inner)
         self._inner = inner
         self._completer = watcher
@@ -302,6 +335,9 @@ class Wrapped(Work):
 
     def _watcher(self) -> Watcher:
         return self._completer
+
+    def _owns(self, error: BaseException) -> bool:
+        return super()._owns(error) or _failed_with(self._inner, error)
 
     def _let_go(self) -> None:
         self._inner = FINISHED
@@ -337,10 +373,10 @@ class Together(Work):
         works: Sequence[TorchWork],
         outputs: Sequence[Tensor],
         watcher: Watcher,
-        device: torch.device | None = None,
+        devices: Collection[torch.device] | None = None,
     ) -> None:
         super().__init__(outputs)
-        self._devices = devices_of(outputs, device)
+        self._devices = devices_of(outputs) if devices is None else devices
         self._is_around(*works)
         self._works = works  # that nobody has seen ending
         self._completer = watcher
@@ -358,11 +394,18 @@ class Together(Work):
     def _poll(self) -> bool:
         return all(map(events.is_over, self._works))
 
+    def _owns(self, error: BaseException) -> bool:
+        return super()._owns(error) or any(_failed_with(work, error) for work in self._works)
+
     def _let_go(self) -> None:
         self._works = ()
 
     def _watcher(self) -> Watcher:
         return self._completer
+
+
+def _failed_with(work: TorchWork, error: BaseException) -> bool:
+    return isinstance(work, Work) and work.exception() is error
 
 
 class Watcher:
@@ -375,6 +418,7 @@ class Watcher:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Future[None], Work] | None] | None = None
         self._thread: threading.Thread | None = None
+        self._messages: weakref.WeakSet[Work] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def open(self, gate: Future[None], work: Work) -> None:
@@ -384,6 +428,9 @@ class Watcher:
             one: queue.SimpleQueue[tuple[Future[None], Work] | None] = queue.SimpleQueue()
             one.put((gate, work))
             one.put(None)
+            if work.is_message:
+                with self._lock:
+                    self._messages.add(work)
             threading.Thread(target=self._serve, args=(one,), name=self._name, daemon=True).start()
             return
         with self._lock:
@@ -401,10 +448,16 @@ class Watcher:
     def _serve(waiting: queue.SimpleQueue[tuple[Future[None], Work] | None]) -> None:
         while (item := waiting.get()) is not None:
             gate, work = item
+            work.be_on_its_device()
             with contextlib.suppress(BaseException):  # the gate's callback raises it again
                 work.wait()
             gate.set_result(None)
             del item, gate, work
+
+    def waits_for_messages(self) -> bool:
+        """Whether there are threads that wait for what may never come."""
+        with self._lock:
+            return not all(work._ended for work in self._messages)
 
     def close(self) -> None:
         """Let the thread end after what it has."""

@@ -94,8 +94,9 @@ class Lane:
         return work
 
     def aside(self, task: Callable[[], object], outputs: Sequence[Tensor] = ()) -> LaneWork:
-        """Have ``task`` run on a thread of its own, in no order."""
+        """Have ``task``, which is about a message, run on a thread of its own, in no order."""
         work = LaneWork(task, outputs, self.watcher)
+        work.is_message = True
         threading.Thread(target=work.perform, name=f"{self._name}-aside", daemon=True).start()
         return work
 

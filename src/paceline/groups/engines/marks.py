@@ -16,7 +16,8 @@ import torch
 class DeviceMarks:
     """The marks of one engine's latest call."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device  # which need not be the current one
         self._has_before = self._has_behind = False
 
     @cached_property
@@ -32,13 +33,13 @@ class DeviceMarks:
         self._has_behind = False
         self._has_before = not torch.cuda.is_current_stream_capturing()
         if self._has_before:
-            self._before.record()
+            self._before.record(torch.cuda.current_stream(self._device))
 
     def came(self) -> None:
         """It was handed over, and whatever comes next waits for it."""
         self._has_behind = self._has_before and not torch.cuda.is_current_stream_capturing()
         if self._has_behind:
-            self._behind.record()
+            self._behind.record(torch.cuda.current_stream(self._device))
 
     def is_reached(self) -> bool:
         """Whether the device is done with what was there before the call, as far as is known."""

@@ -86,7 +86,7 @@ class NcclEngine(TorchEngine):
             may_crash_on_mismatch=False,
             found_by_torch=True,
         )
-        self.marks = DeviceMarks()
+        self.marks = DeviceMarks(device)
 
     def lend_to(self, group: ProcessGroup) -> None:
         """Let torch's C++ find NCCL in ``group``, where it asks for it by name."""

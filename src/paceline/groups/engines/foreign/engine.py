@@ -119,7 +119,7 @@ class ForeignEngine:
             result.div_(size)
         else:
             call.inputs = [t / size for t in call.inputs]
-        return self._START[call.kind](self, call)
+        return self._START[call.kind](self, call).using(call.inputs)
 
     def _all_reduce(self, call: Call) -> Work:
         return self._reduced(call.outputs[0], call)
@@ -269,27 +269,33 @@ class ForeignEngine:
         self._gathered(table.unbind(), own, call).wait()
         rows = [[int(n) for n in row] for row in table.tolist()]
         everything = [give[0].new_empty(sum(row)) for row in rows]
-        work = self._gathered(everything, torch.cat([t.reshape(-1) for t in give]), call)
+        given = torch.cat([t.reshape(-1) for t in give])
+        work = self._gathered(everything, given, call)
 
         def keep() -> None:
             for source, tensor in take.items():
                 part = everything[source].split(rows[source])[rank]
                 tensor.copy_(part.view_as(tensor))
 
-        return work.then_do(keep, *everything)
+        return work.then_do(keep, given, *everything)
 
     def _ranks(self) -> range:
         return range(self.inner.size())
 
     def _send(self, call: Call) -> Work:
         work = self._need("send")(list(call.inputs), call.root, call.tag)
-        return self._work(work, call.inputs)
+        return self._message(work, call.inputs)
 
     def _recv(self, call: Call) -> Work:
         outputs = list(call.outputs)
         if call.root < 0:
-            return self._work(self._need("recv_anysource")(outputs, call.tag), outputs)
-        return self._work(self._need("recv")(outputs, call.root, call.tag), outputs)
+            return self._message(self._need("recv_anysource")(outputs, call.tag), outputs)
+        return self._message(self._need("recv")(outputs, call.root, call.tag), outputs)
+
+    def _message(self, work: Any, tensors: Sequence[Tensor]) -> Work:
+        message = self._work(work, tensors)
+        message.is_message = True
+        return message
 
     def _barrier(self, call: Call) -> Work:
         if self._has("barrier"):

@@ -17,8 +17,8 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ...._torch.c10d import FutureBase, source_rank
+from ...._torch.streams import devices_of
 from ....errors import UnsupportedError
-from ...stream_mark import devices_of
 from ...work import Watcher, Work, wait_for
 
 

@@ -70,6 +70,8 @@ class GlooEngine(TorchEngine):
             self._links.cut()
 
     def shutdown(self) -> None:
+        if self._links is not None and self.watcher.waits_for_messages():
+            self._links.cut()  # they do not come any more, and a thread holds gloo for them
         super().shutdown()
         if self._links is not None:
             self._links.close()

@@ -27,7 +27,7 @@ def devices_of(
 def used_here(tensors: Iterable[Tensor]) -> None:
     """The current streams use ``tensors``: their memory is handed out again only after that."""
     for tensor in tensors:
-        if tensor.is_cuda:
+        if tensor.is_cuda and tensor.layout is torch.strided:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
@@ -41,9 +41,10 @@ class StreamMark:
         self._event.record(self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for it."""
+        """Let the current stream wait for it, if it is not one of a capture that is over."""
         stream = torch.cuda.current_stream(self._stream.device)
-        if stream != self._stream:
+        over = self._is_captured and not torch.cuda.is_current_stream_capturing()
+        if stream != self._stream and not over:
             stream.wait_event(self._event)
 
     def is_reached(self) -> bool:
