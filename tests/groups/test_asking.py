@@ -195,12 +195,14 @@ def test_a_message_between_hosts_does_not_hold_up_other_futures_either() -> None
     lane.close()
 
 
-def end_while_asking(meeting: Meeting) -> bool:
+def end_while_asking(meeting: Meeting, hooked: bool) -> bool:
     group = meeting.new_group("gloo", timeout=timedelta(seconds=10 * LONG))
     if meeting.rank:
         meeting.store().wait(["ended"], timedelta(seconds=LONG))
         group.abort()
         return True
+    if hooked:
+        group.register_hooks(before=lambda call: None)
     work = group.recv(torch.zeros(1), 1, async_op=True)
     assert not work.is_completed()
     waiting = [t for t in threading.enumerate() if t.name == "paceline-gloo-futures"]
@@ -211,8 +213,30 @@ def end_while_asking(meeting: Meeting) -> bool:
     return len(waiting) == 1 and not waiting[0].is_alive()
 
 
-def test_a_message_that_was_asked_about_does_not_hold_gloo_after_the_end_of_its_group() -> None:
-    assert spawn_ranks(2, end_while_asking, deadline=3 * LONG) == [True, True]
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_message_that_was_asked_about_does_not_hold_gloo_after_the_end_of_its_group(
+    hooked: bool,
+) -> None:
+    assert spawn_ranks(2, end_while_asking, hooked, deadline=3 * LONG) == [True, True]
+
+
+def leave_with_a_future(meeting: Meeting) -> list[float]:
+    group = meeting.new_group("gloo", timeout=timedelta(seconds=LONG))
+    store, found = meeting.store(), torch.zeros(2, 3)
+    if meeting.rank:
+        future = group.gather(None, torch.ones(3), 0, async_op=True).get_future()
+        group.shutdown()
+        store.set("left", "yes")
+        future.wait()
+    else:
+        store.wait(["left"], timedelta(seconds=LONG))
+        group.gather(list(found.unbind()), torch.ones(3), 0)
+        group.shutdown()
+    return found.sum(1).tolist()
+
+
+def test_a_rank_that_leaves_cuts_off_nobody_who_gathers() -> None:
+    assert spawn_ranks(2, leave_with_a_future, deadline=3 * LONG) == [[3.0, 3.0], [0.0, 0.0]]
 
 
 # -- who waits is interrupted, or too late ---------------------------------------------------------

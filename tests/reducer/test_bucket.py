@@ -445,3 +445,30 @@ def test_a_sparse_bucket_holds_nothing_between_passes() -> None:
             assert bucket.buffer._nnz() == 0
 
     alone(one_rank)
+
+
+class _Interrupted(dist.Work):
+    """Was interrupted when somebody waited for it; ``kept``: it has ended with that."""
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.error = KeyboardInterrupt()
+        self.kept = kept
+
+    def wait(self, timeout: object = None) -> bool:
+        raise self.error
+
+    def exception(self) -> Any:
+        return self.error if self.kept else None
+
+
+def test_a_bucket_that_an_interrupt_has_ended_is_abandoned_without_another() -> None:
+    def check(group: Group) -> None:
+        bucket = bucket_of(group, parameters((2,)))
+        bucket.work = _Interrupted(kept=True)
+        bucket.abandon()
+        bucket.work = _Interrupted(kept=False)
+        with pytest.raises(KeyboardInterrupt):
+            bucket.abandon()
+
+    alone(check)

@@ -33,7 +33,6 @@ class Device:
 
     def __init__(self) -> None:
         self.current = Stream()
-        self.captures = False
         self.used: list[Tensor] = []
 
 
@@ -41,7 +40,6 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: device.current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captures)
     monkeypatch.setattr(
         "paceline._reducer.gradient_streams.used_here", lambda grads: device.used.extend(grads)
     )
@@ -79,47 +77,20 @@ def test_the_stream_that_sends_waits_for_those_of_other_gradients(device: Device
     assert device.used == [grad]
 
 
-def test_streams_of_a_pass_in_which_all_was_heard_are_waited_for_in_later_ones(
-    device: Device,
-) -> None:
-    streams, slow, fast = streams_of_a_model(), Stream(), Stream()
-    come_on(streams, device, slow, fast)
-    streams.learn()
-    streams.pass_begins()
-    come_on(streams, device, fast)
-    streams.meet([])
-    assert fast.waited == [slow]
-
-
 def test_a_loop_that_changes_its_one_stream_does_not_wait_for_the_last(device: Device) -> None:
     streams, before, now = streams_of_a_model(), Stream(), Stream()
     come_on(streams, device, before)
-    streams.learn()
     streams.pass_begins()
     come_on(streams, device, now)
     streams.meet([])
     assert now.waited == []
-    assert not streams.is_news
+    assert not streams.are_several
 
 
-def test_a_capture_does_not_wait_for_streams_outside_of_it(device: Device) -> None:
-    streams, slow, fast, captured = streams_of_a_model(), Stream(), Stream(), Stream()
-    come_on(streams, device, slow, fast)
-    streams.learn()
-    streams.pass_begins()
-    device.captures = True
-    come_on(streams, device, captured)
-    streams.meet([])
-    assert captured.waited == []
-
-
-def test_several_streams_where_there_was_one_are_news(device: Device) -> None:
-    streams, one, other = streams_of_a_model(), Stream(), Stream()
-    come_on(streams, device, one)
-    streams.learn()
-    streams.pass_begins()
-    come_on(streams, device, one, other)
-    assert streams.is_news
+def test_several_streams_are_known(device: Device) -> None:
+    streams = streams_of_a_model()
+    come_on(streams, device, Stream(), Stream())
+    assert streams.are_several
 
 
 def test_on_a_cpu_nobody_is_asked_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +115,7 @@ class Told(GradientStreams):
         self.said.append("comes")
 
     @property
-    def is_news(self) -> bool:
+    def are_several(self) -> bool:
         return self.several
 
     def meet(self, grads: Iterable[Tensor | None]) -> None:

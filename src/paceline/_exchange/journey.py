@@ -59,4 +59,5 @@ class FutureJourney(Journey):
     def end(self, error: BaseException | None) -> None:
         """Complete the future."""
         self._error = error
-        self._gate.set_result(self._result)  # from which torch learns which streams to wait for
+        # From the buffer torch learns which streams to wait for.
+        self._gate.set_result(self._result if error is None else None)

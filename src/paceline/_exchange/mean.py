@@ -45,7 +45,8 @@ def gather_later(group: ProcessGroup, tensor: Tensor) -> Future[Tensor]:
 
 def done(tensor: Tensor) -> Future[Tensor]:
     """A future that is already complete."""
-    future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else [])
+    dense = tensor.is_cuda and not tensor.is_sparse  # whose indices torch would read
+    future: Future[Tensor] = Future(devices=[tensor.device] if dense else [])
     future.set_result(tensor)
     return future
 

@@ -260,8 +260,13 @@ class Bucket:
 
     def abandon(self) -> None:
         """Wait until nothing writes to this memory any more, whether it succeeded or failed."""
-        with contextlib.suppress(Exception):
+        try:
             self.work.wait()
+        except Exception:
+            pass
+        except BaseException as error:  # an interrupt that it has ended with is known already
+            if self.work.exception() is not error:
+                raise
         with contextlib.suppress(Exception):
             if self.future is not None:
                 self.future.wait()

@@ -58,7 +58,7 @@ class PassClosing:
         """Send every bucket that was not sent yet, without waiting."""
         self._pass.ended = time.perf_counter_ns()
         filling, last = self._filling, self._buckets[-1]
-        filling.meet_streams()
+        filling.meet_streams(len(self._buckets))
         for bucket in self._buckets[self._pass.next : -1]:
             filling.launch(bucket)
         at_once = not last.taken  # then nothing can have come in between
@@ -274,10 +274,6 @@ class PassClosing:
             of.picture.conclude(running.missed, of.policy)
         if running.answers:
             self._note_answer(running.missed, told)
-        if of.listeners.noting:
-            of.streams.learn()
-        elif of.streams.is_news:
-            of.listeners.hear_all()
         if of.listeners.learning:
             of.make_plan(running.arrival, told, watched=running.watched)
         elif running.late or (told is not None and told.late):
@@ -285,6 +281,8 @@ class PassClosing:
         elif running.arrival:
             of.listeners.act_on_few(running.arrival, watched=running.watched)
         elif not running.watched:
+            of.listeners.hear_all()
+        if of.streams.are_several:
             of.listeners.hear_all()
 
     def _note_answer(self, missed: Collection[int], told: Header | None) -> None:

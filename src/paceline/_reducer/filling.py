@@ -44,12 +44,12 @@ class Filling:
             if slot is not None and bucket.phase is Phase.FILLING:
                 self.take(bucket, [slot])
             if completes:
-                self.meet_streams()
+                self.meet_streams(max(index + 1, self._pass.complete))
                 self.advance(index)
 
-    def meet_streams(self) -> None:
-        """Let this stream use all gradients that have come, on whichever stream they did."""
-        left = self._of.layout.buckets[self._pass.next :]
+    def meet_streams(self, end: int) -> None:
+        """Let this stream use all gradients that have come, on whichever; of buckets to ``end``."""
+        left = self._of.layout.buckets[self._pass.next : end]
         self._of.streams.meet(param.grad for bucket in left for param in bucket.params)
 
     def advance(self, index: int) -> None:

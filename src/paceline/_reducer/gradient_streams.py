@@ -23,7 +23,6 @@ class GradientStreams:
         devices = {param.device for param in params}
         device = devices.pop() if len(devices) == 1 else None
         self._device = device if device is not None and device.type == "cuda" else None
-        self._learned: frozenset[torch.cuda.Stream] = frozenset()  # when every parameter was heard
         self._now: set[torch.cuda.Stream] = set()  # in this pass
 
     def pass_begins(self) -> None:
@@ -35,23 +34,17 @@ class GradientStreams:
         if self._device is not None:
             self._now.add(torch.cuda.current_stream(self._device))
 
-    def learn(self) -> None:
-        """Every gradient of this pass was noted."""
-        self._learned = frozenset(self._now)
-
     @property
-    def is_news(self) -> bool:
-        """Whether gradients come on several streams by now, and some may not have been noted."""
-        return len(self._now) > 1 >= len(self._learned)
+    def are_several(self) -> bool:
+        """Whether gradients came on several streams: then those of each parameter must be known."""
+        return len(self._now) > 1
 
     def meet(self, grads: Iterable[Tensor | None]) -> None:
         """Let the current stream wait for the others, and note that it uses ``grads``."""
         if self._device is None:
             return
-        here, streams = torch.cuda.current_stream(self._device), self._now
-        if len(self._learned) > 1 and not torch.cuda.is_current_stream_capturing():
-            streams = streams | self._learned
-        others = [stream for stream in streams if stream != here]
+        here = torch.cuda.current_stream(self._device)
+        others = [stream for stream in self._now if stream != here]
         for stream in others:
             here.wait_stream(stream)
         if others:

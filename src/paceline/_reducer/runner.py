@@ -106,6 +106,7 @@ class Runner:
             return False
         self._refuse_weight(True)
         unseen = self._wait_for_gradients(watched=False)
+        self._of.streams.note()  # anew: the pass has only begun
         unseen.before, unseen.plain = Before(), False  # what came already counts as of this pass
         return self._begin(unseen)
 

@@ -55,10 +55,15 @@ class CallMaking(ProcessGroup):
         self._hooks: OrderedDict[int, Hooks] = OrderedDict()
         self._sequence = itertools.count(1)
         self.traffic = Traffic(size)
-        self._watcher = Watcher("paceline-group-futures")
+        self._own_watcher = Watcher("paceline-group-futures")
         self._coalescing: list[TorchWork] | None = None
         self.board: events.Board | None = None  # where calls are recorded
         self._strict = False  # every call comes from the same line on all ranks
+
+    @property
+    def _watcher(self) -> Watcher:
+        """The engine's, which knows what is waited for when it ends; not every engine has one."""
+        return getattr(self._engine, "watcher", None) or self._own_watcher
 
     def make_call(
         self,

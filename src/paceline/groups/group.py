@@ -379,7 +379,7 @@ class Group(TorchCalls):
                 self.board.close()
             self._let_go()
             self._engine.shutdown()
-            self._watcher.close()
+            self._own_watcher.close()
 
     finalize = shutdown  # as torch ends what get_comm gave it
 

@@ -71,6 +71,7 @@ class Work(TorchWork):
     _marks: Sequence[StreamMark] = ()  # behind what was done at the end
     tells = True  # the engine can be asked whether it is done; else a thread has to wait
     is_message = False  # nobody knows when it comes: a thread that waits for it does nothing else
+    receives = False  # a message
     _is_awaited = False  # by such a thread
     _ended = False
     _error: BaseException | None = None
@@ -197,17 +198,19 @@ class Work(TorchWork):
         try:
             for finisher in finishers:
                 finisher(error)
+        except BaseException as raised:
+            self._error = self._error or raised.with_traceback(None)
+        try:
             self._mark_streams()
-        except BaseException as raised:  # of a finisher, or of a device that has failed
-            self._error = self._error or raised
+        except Exception as raised:  # of a device that has failed
+            self._error = self._error or raised.with_traceback(None)
         finally:
+            self._room = ()
             self._ended = True
 
     def _mark_streams(self) -> None:
         """Note behind what other streams have to wait, and that this one uses what we let go of."""
-        if self._room:
-            used_here(self._room)
-            self._room = ()
+        used_here(self._room)
         if self._devices:
             self._marks = [StreamMark(device) for device in self._devices]
 
@@ -239,6 +242,8 @@ class Work(TorchWork):
             self.tells = False
         if any(getattr(work, "is_message", False) for work in works):
             self.is_message = True
+        if any(getattr(work, "receives", False) for work in works):
+            self.receives = True
 
     def be_on_its_device(self) -> None:
         """Let this thread be where the results are: callbacks of futures are there, too."""
@@ -349,10 +354,10 @@ class Wrapped(Work):
 class Timed(Wrapped):
     """A torch work that could not be told its timeout, which counts from now.
 
-    Such are messages of gloo's, which never say that they have come.
+    Such are messages of gloo's, and what is made of them; they never say that they have come.
     """
 
-    tells, is_message = False, True
+    tells = False
 
     def __init__(
         self, inner: TorchWork, outputs: Sequence[Tensor], watcher: Watcher, seconds: float
@@ -418,7 +423,7 @@ class Watcher:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Future[None], Work] | None] | None = None
         self._thread: threading.Thread | None = None
-        self._messages: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._receiving: weakref.WeakSet[Work] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def open(self, gate: Future[None], work: Work) -> None:
@@ -428,9 +433,9 @@ class Watcher:
             one: queue.SimpleQueue[tuple[Future[None], Work] | None] = queue.SimpleQueue()
             one.put((gate, work))
             one.put(None)
-            if work.is_message:
+            if work.receives:
                 with self._lock:
-                    self._messages.add(work)
+                    self._receiving.add(work)
             threading.Thread(target=self._serve, args=(one,), name=self._name, daemon=True).start()
             return
         with self._lock:
@@ -448,8 +453,8 @@ class Watcher:
     def _serve(waiting: queue.SimpleQueue[tuple[Future[None], Work] | None]) -> None:
         while (item := waiting.get()) is not None:
             gate, work = item
-            work.be_on_its_device()
             with contextlib.suppress(BaseException):  # the gate's callback raises it again
+                work.be_on_its_device()
                 work.wait()
             gate.set_result(None)
             del item, gate, work
@@ -457,7 +462,7 @@ class Watcher:
     def waits_for_messages(self) -> bool:
         """Whether there are threads that wait for what may never come."""
         with self._lock:
-            return not all(work._ended for work in self._messages)
+            return not all(work._ended for work in self._receiving)
 
     def close(self) -> None:
         """Let the thread end after what it has."""

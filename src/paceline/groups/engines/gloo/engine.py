@@ -90,7 +90,9 @@ class GlooEngine(TorchEngine):
             return self._pair.start(call)
         work = super().start(call)
         if call.kind in _MESSAGES and call.timeout:  # torch's cannot be told a timeout
-            return Timed(work, call.outputs or call.inputs, self.watcher, call.timeout)
+            timed = Timed(work, call.outputs or call.inputs, self.watcher, call.timeout)
+            timed.is_message, timed.receives = call.kind in ("send", "recv"), call.kind == "recv"
+            return timed
         return work
 
     def _reduce(self, call: Call) -> TorchWork:
