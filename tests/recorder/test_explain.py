@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +102,21 @@ def test_an_explained_error_travels_with_its_explanation(make: Any) -> None:
     there = pickle.loads(pickle.dumps(error))
     assert str(there) == str(error)
     assert TEXT in str(there)
+
+
+def test_an_error_is_not_lost_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_given: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(explain, "in_thread", no_room)
+    explanations, error = explain.Explanations(), an_error()
+    entry: Any = SimpleNamespace(board=SimpleNamespace(number=1))
+    text = str(error)
+    explanations.explain(entry, error, "kind", lambda: Found, then=lambda: None)
+    assert not explanations.under_way
+    assert str(error) == text
 
 
 def test_a_search_that_fails_leaves_the_error_as_it_is() -> None:

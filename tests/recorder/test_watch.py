@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.recorder.account import account_of
 from paceline.recorder.explain import Explanation, Found
 from paceline.recorder.peers import Peers
 from paceline.recorder.places import Address
+from paceline.recorder.threads import frames
 from paceline.recorder.watch import WARN_AFTER, Watch, watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.recorder.patience import await_line, be_patient
@@ -318,24 +320,37 @@ def test_a_log_that_cannot_be_saved_at_the_end_is_told(
 
 
 def recorder_threads() -> list[str]:
+    """But those that ask, which end by themselves; a store may keep one of them waiting."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("paceline-recorder")]
+    named = [name for name in names if name.startswith("paceline-recorder")]
+    return [name for name in named if name != "paceline-recorder-asks"]
+
+
+def where_they_are() -> str:
+    """For whoever reads that one of them did not end."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f"{names[number]}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames().items()
+        if str(names.get(number)).startswith("paceline-recorder")
+    ]
+    boards = [(board.name, board.closed, board.group()) for board in events.boards.values()]
+    return "\n".join([*stacks, f"{boards=}", f"{watch.explanations.under_way=}"])
 
 
 def test_the_thread_lives_as_long_as_there_are_groups() -> None:
-    assert until(lambda: recorder_threads() == [])  # of the tests before
+    assert until(lambda: recorder_threads() == []), where_they_are()  # of the tests before
     seen: list[list[str]] = []
 
     def one_rank(group: Group) -> None:
         group.barrier()
         if group.rank() == 0:
-            there = recorder_threads()  # a question ends by itself
-            seen.append([name for name in there if name != "paceline-recorder-asks"])
+            seen.append(recorder_threads())
         group.barrier()
 
     run_ranks(2, one_rank)
     assert seen == [["paceline-recorder"]], "threads of one process need no port"
-    assert until(lambda: recorder_threads() == [])
+    assert until(lambda: recorder_threads() == []), where_they_are()
 
 
 def fork_a_child(meeting: Meeting) -> tuple[int, int]:

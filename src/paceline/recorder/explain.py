@@ -125,6 +125,11 @@ class Explanation:
         self._ended = time.monotonic()
         self._done.set()
 
+    def give_up(self) -> None:
+        """Nobody can seek it: there is nothing to say."""
+        self._find = Found
+        self.seek()
+
 
 class Explanations:
     """The explanations of a process."""
@@ -155,9 +160,17 @@ class Explanations:
         explanation, new = self._explanation_of(entry.board, kind, prepare)
         if explanation is None:
             return
-        explanation.attach(error)
-        if new:
-            in_thread(self._seek, explanation, then)
+        try:
+            explanation.attach(error)
+            if new:
+                in_thread(self._seek, explanation, then)
+        except BaseException as failure:  # no room for a thread, an interrupt: nobody seeks it
+            if new:
+                explanation.give_up()
+                self._sought.discard(explanation)
+            if not isinstance(failure, Exception):
+                raise
+            return  # the error itself counts for more
         explanation.wait_on_path()
 
     def _explanation_of(

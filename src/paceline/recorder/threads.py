@@ -29,7 +29,11 @@ def in_thread(action: Any, *args: Any) -> Future[Any]:
 
     thread = threading.Thread(target=run, name="paceline-recorder-asks", daemon=True)
     _asking.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except BaseException:  # there is no room for one more
+        _asking.discard(thread)
+        raise
     return future
 
 
