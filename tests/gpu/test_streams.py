@@ -15,8 +15,6 @@ from torch.distributed import Work
 
 from paceline import DistributedDataParallel as DDP
 from paceline._exchange.journey import FutureJourney
-from paceline._exchange.weighted_mean import HEAD, Averaging
-from paceline.groups import FINISHED
 from paceline.optim import ZeroRedundancyOptimizer
 from tests.ddp.toys import TINY, Grads, assert_same, fill, grads, stack, weights
 
@@ -277,22 +275,6 @@ def test_what_is_done_with_the_future_of_a_codec_comes_behind_its_decoding(scene
     journey.wait()
     journey.end(None)
     assert_close(read.wait(), torch.ones_like(buffer))
-
-
-@on_ranks(cuda=True)
-def test_a_mean_that_another_stream_has_divided_is_waited_for(scene: Scene) -> None:
-    buffer = torch.full((1 << 27,), 4.0, device=scene.device)
-    buffer[-HEAD:] = 2.0
-    averaging = Averaging(FINISHED, buffer, divides=True)
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    scene.wait()
-    with torch.cuda.stream(first):
-        averaging.wait()
-    with torch.cuda.stream(second):
-        averaging.wait()
-        seen = buffer[-HEAD - 1000 : -HEAD].clone()
-    second.synchronize()
-    assert_close(seen, torch.full_like(seen, 2.0))
 
 
 @on_ranks(cuda=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .._torch.streams import StreamMark, devices_of
+from .._torch.streams import StreamMark, devices_holding
 from ..groups import Group, ReduceOp
 
 HEAD = 3  # elements of a Standing
@@ -129,7 +129,7 @@ class Averaging:
             self._standing = Standing(*self._buffer[-HEAD:].tolist())
             if self._divides and self._standing.weight:
                 self._buffer[:-HEAD].div_(self._standing.weight)
-            self._marks = [StreamMark(device) for device in devices_of([self._buffer])]
+            self._marks = [StreamMark(device) for device in devices_holding([self._buffer])]
             self._arrival = None
         for mark in self._marks:  # others may have waited on another stream
             mark.join()

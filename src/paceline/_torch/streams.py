@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def devices_of(
+def devices_holding(
     tensors: Iterable[Tensor], device: torch.device | None = None
 ) -> Collection[torch.device]:
     """The devices with streams that have ``tensors``, and ``device`` if it is one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import Work as TorchWork
 
-from .._torch.streams import devices_of
+from .._torch.streams import devices_holding
 from ..errors import CollectiveArgumentError, ForkedError, GroupClosedError
 from ..recorder import events
 from ..recorder.events import now
@@ -179,7 +179,7 @@ class CallMaking(ProcessGroup):
 
         if async_op:
             try:
-                devices = devices_of([*call.inputs, *wanted])
+                devices = devices_holding([*call.inputs, *wanted])
                 work = Wrapped(self._start(call, entry), wanted, self._watcher, devices)
             except BaseException as error:
                 end(error)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Work as TorchWork
 from typing_extensions import Self
 
-from .._torch.streams import devices_of
+from .._torch.streams import devices_holding
 from ..errors import CollectiveArgumentError, NotANumberError, UnsupportedError
 from .engine import Call
 from .lineage import Lineage
@@ -65,7 +65,7 @@ class TorchCalls(Lineage):
 
     def _end_coalescing(self, device: torch.device) -> TorchWork:
         works, self._coalescing = self._coalescing or [], None
-        return Together(works, (), self._watcher, devices_of((), device))
+        return Together(works, (), self._watcher, devices_holding((), device))
 
     # -- hooks --------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from .._torch.c10d import source_rank
-from .._torch.streams import StreamMark, devices_of, used_here
+from .._torch.streams import StreamMark, devices_holding, used_here
 from ..errors import WaitTimeoutError
 from ..recorder import events
 from ..recorder.events import now
@@ -307,7 +307,7 @@ class Finished(Work):
 
     def marked(self) -> Self:
         """What was done is in the current stream, and others that wait wait for it."""
-        self._devices = devices_of(self._outputs)
+        self._devices = devices_holding(self._outputs)
         self._mark_streams()
         return self
 
@@ -326,7 +326,7 @@ class Wrapped(Work):
         devices: Collection[torch.device] | None = None,
     ) -> None:
         super().__init__(outputs)
-        self._devices = devices_of(outputs) if devices is None else devices
+        self._devices = devices_holding(outputs) if devices is None else devices
         self._is_around(inner)
         self._inner = inner
         self._completer = watcher
@@ -381,7 +381,7 @@ class Together(Work):
         devices: Collection[torch.device] | None = None,
     ) -> None:
         super().__init__(outputs)
-        self._devices = devices_of(outputs) if devices is None else devices
+        self._devices = devices_holding(outputs) if devices is None else devices
         self._is_around(*works)
         self._works = works  # that nobody has seen ending
         self._completer = watcher

@@ -17,7 +17,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ...._torch.c10d import FutureBase, source_rank
-from ...._torch.streams import devices_of
+from ...._torch.streams import devices_holding
 from ....errors import UnsupportedError
 from ...work import Watcher, Work, wait_for
 
@@ -35,7 +35,7 @@ class ForeignWork(Work):
         reduced: bool,
     ) -> None:
         super().__init__(outputs)
-        self._devices = devices_of(outputs)
+        self._devices = devices_holding(outputs)
         self._inner, self._completer, self._reduced = inner, watcher, reduced
         self._waits = _has(inner, "wait")
         self._future = _future_of(inner) if reduced or not self._waits else None
