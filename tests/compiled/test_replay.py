@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,10 +21,11 @@ from paceline import DistributedDataParallel as DDP
 from paceline import Group
 from paceline._reducer import RepeatedExchange
 from paceline.compiled import Step, train_step
-from paceline.compiled.replay import TRIAL, WARM_UP, Captured, Replays, Trial
+from paceline.compiled.replay import GRAPHS, IN_USE, TRIAL, WARM_UP, Captured, Replays, Trial, _own
 from paceline.compiled.wire import Wire
-from paceline.errors import NotCapturedError
+from paceline.errors import NotCapturedError, PeerError
 from paceline.groups.collectives import Collectives
+from paceline.testing import Meeting, spawn_ranks
 
 
 class CalledAgain:
@@ -67,15 +69,33 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def replayed(
-    group: Group, *, asked: bool = True, bucket_cap_mb: float | None = None, **options: Any
+    group: Group,
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[..., Tensor] = loss_of,
+    asked: bool = True,
+    bucket_cap_mb: float | None = None,
+    **options: Any,
 ) -> Step:
-    ddp = DDP(net(), process_group=group, bucket_cap_mb=bucket_cap_mb)
-    ddp.replica.reducer.read_late()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    step = train_step(ddp, optimizer, loss_of, backend="aot_eager", **options)
+    step = unreplayed(group, model, loss, bucket_cap_mb=bucket_cap_mb, **options)
     wire = step._wire
     step.replays = Replays(wire, step._binding, asked=asked, capture=CalledAgain(wire))
     return step
+
+
+def unreplayed(
+    group: Group,
+    model: nn.Module | None = None,
+    loss: Callable[..., Tensor] = loss_of,
+    *,
+    bucket_cap_mb: float | None = None,
+    **options: Any,
+) -> Step:
+    ddp = DDP(model or net(), process_group=group, bucket_cap_mb=bucket_cap_mb)
+    ddp.replica.reducer.read_late()
+    trained = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    return train_step(ddp, optimizer, loss, backend="aot_eager", **options)
 
 
 def eager(batches: list[Tensor], rates: list[float]) -> list[Tensor]:
@@ -128,6 +148,108 @@ def test_weights_that_change_are_in_each_replay(group: Group) -> None:
     torch.testing.assert_close(
         list(step.ddp.module.parameters()), list(plain.ddp.module.parameters())
     )
+
+
+class Follower(nn.Module):
+    """A frozen layer follows a trained one; a tensor that is no buffer counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.leads, self.follows = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.count = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count[1:].add_(1)
+            for own, given in zip(self.follows.parameters(), self.leads.parameters(), strict=True):
+                own.lerp_(given, 0.5)
+        return self.leads(x) - self.follows(x)
+
+
+def written(step: Step, total: Tensor) -> list[Tensor]:
+    """What is there after some steps that write to what they are given."""
+    given = batches(8)
+    train(step, given)
+    model = step.ddp.module
+    return [*model.parameters(), model.count, total, *given]
+
+
+def test_a_replay_writes_to_whatever_the_step_writes_to(group: Group) -> None:
+    found = []
+    for make in (unreplayed, replayed):
+        total = torch.zeros(())
+
+        def loss(model: nn.Module, x: Tensor, total: Tensor = total) -> Tensor:
+            x.mul_(2.0)
+            value = model(x).square().mean()
+            total.add_(value.detach())
+            return value
+
+        step = make(group, model=Follower(), loss=loss)
+        found.append(written(step, total))
+    assert step.replays is not None
+    assert step.replays.count == 8 - WARM_UP
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert found[1][4][1] == 8  # forwards
+
+
+def test_inputs_that_share_memory_are_refused_if_one_is_written_to(group: Group) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor, *, writes: bool = True) -> Tensor:
+        if writes:
+            x.mul_(2.0)
+        return (model(x) - y).square().mean()
+
+    def reads(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss(model, x, y, writes=False)
+
+    given = [(rows[:, :4], rows[:, 4:]) for rows in torch.ones(8, 5, 7)]
+    step = replayed(group, loss=reads)
+    for x, y in given:
+        step(x, y)
+    assert step.replays is not None
+    assert step.replays.count == 8 - WARM_UP
+    other = replayed(group, loss=loss)
+    with pytest.raises(NotCapturedError, match="memory that two of its inputs share"):
+        for x, y in given:
+            other(x, y)
+
+
+def test_a_batch_of_no_samples_counts_nothing_though_its_gradients_are_no_numbers(
+    group: Group,
+) -> None:
+    step = replayed(group)
+    for x in batches(6):
+        step(x, samples=1)
+    assert step.replays is not None
+    before, weights = step.replays.count, [p.detach().clone() for p in step.ddp.parameters()]
+    assert before > 0
+    step(torch.full((5, 4), torch.nan), samples=0)
+    assert step.replays.count == before
+    assert all(p.isfinite().all() for p in step.ddp.parameters())
+    step(batches(7)[6], samples=1)
+    assert step.replays.count == before + 1
+    assert not any(torch.equal(p, q) for p, q in zip(step.ddp.parameters(), weights, strict=True))
+
+
+def test_many_shapes_in_turn_are_not_captured_over_and_over(group: Group) -> None:
+    step = replayed(group, dynamic=True)
+    given = [torch.randn(rows, 4) for rows in range(5, 5 + GRAPHS + 2)] * (WARM_UP + 4)
+    train(step, given)
+    assert step.replays is not None
+    assert step.replays.capture.captured == GRAPHS
+    torch.testing.assert_close(list(step.ddp.module.parameters()), eager(given, [0.1] * len(given)))
+
+
+def test_a_graph_that_is_no_longer_used_makes_room(group: Group) -> None:
+    step = replayed(group, dynamic=True)
+    for rows in range(5, 5 + GRAPHS):
+        train(step, [torch.randn(rows, 4)] * (WARM_UP + 1))
+    assert step.replays is not None
+    assert step.replays.capture.captured == GRAPHS
+    train(step, [torch.randn(40, 4)] * (WARM_UP + IN_USE + 2))
+    assert step.replays.capture.captured == GRAPHS + 1
 
 
 def test_a_module_in_another_mode_is_another_graph(group: Group) -> None:
@@ -316,6 +438,72 @@ def test_a_parameter_without_a_gradient_is_named(group: Group) -> None:
         train(partly, batches(6))
 
 
+def test_random_numbers_that_a_replay_would_not_draw_anew_are_named(group: Group) -> None:
+    model = nn.Sequential(net(), nn.Dropout(0.5))
+    step = replayed(group, model=model, asked=False)
+    assert step.replays is not None
+    step.replays.device = torch.device("meta")  # as if it were the GPU
+    train(step, batches(6))
+    assert step.replays.count == 0
+    assert step.replays.reason == "it draws random numbers on cpu"
+
+
+def test_what_lasts_on_another_device_is_named(group: Group) -> None:
+    step, given = replayed(group), torch.zeros(3, device="meta")
+    with pytest.raises(NotCapturedError, match="a tensor that the step reads is on meta"):
+        _own(given, {given.data_ptr()}, step._wire)
+
+
+def test_graphs_go_when_a_capture_fails(group: Group) -> None:
+    step = replayed(group, asked=False, dynamic=True)
+    train(step, batches(6))
+    assert step.replays is not None
+    capture = step.replays.capture
+    with mock.patch.object(step.replays, "capture", side_effect=RuntimeError("no memory")):
+        train(step, [torch.randn(9, 4)] * (WARM_UP + 1))
+    assert capture.ended == capture.captured == 1
+    assert step.replays.reason == "no memory"
+
+
+class Refusing(CalledAgain):
+    """A capture that fails."""
+
+    def __call__(self, function: Callable[[], Any]) -> Captured:
+        raise RuntimeError("out of memory")
+
+
+def train_through_an_error(meeting: Meeting) -> tuple[str, int, list[Tensor]]:
+    """What is raised where rank 1 cannot capture its step, in which step, and the weights then."""
+    heard, at = "nothing", -1
+    with (
+        mock.patch.object(Collectives, "refuses_capture", ""),
+        meeting.new_group("gloo", timeout=timedelta(seconds=60)) as group,
+    ):
+        step = replayed(group)
+        assert step.replays is not None
+        usual = step.replays.capture
+        step.replays.capture = Refusing(step._wire) if group.rank() == 1 else usual
+        for number, x in enumerate(batches(WARM_UP + 4)):
+            try:
+                step(x)
+            except (NotCapturedError, PeerError) as error:
+                heard, at = f"{type(error).__name__}: {error}", number
+                step.replays.capture = usual
+        return heard, at, [p.detach() for p in step.ddp.parameters()]
+
+
+def test_the_other_ranks_hear_of_a_step_that_cannot_be_captured() -> None:
+    (other, later, weights), (own, at, same) = spawn_ranks(
+        2, train_through_an_error, deadline=180.0
+    )
+    assert own.startswith("NotCapturedError: rank 1: train_step(graph=True): out of memory")
+    assert other.startswith("PeerError")
+    assert "rank 1" in other
+    assert "out of memory" in other
+    assert (at, later) == (WARM_UP, WARM_UP + 1)  # on a device it is known a step later
+    assert all(torch.equal(p, q) for p, q in zip(weights, same, strict=True))
+
+
 # Does a graph pay?
 
 
@@ -327,7 +515,7 @@ class Clock:
     def __init__(self, **_options: bool) -> None:
         self.at = -1.0
 
-    def record(self) -> None:
+    def record(self, _stream: object) -> None:
         self.at = Clock.now
 
     def synchronize(self) -> None:
@@ -341,7 +529,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, without: float, replay: float) -> lis
     """What a trial says after each replay."""
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    trial = Trial()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    trial = Trial(torch.device("cuda"))
 
     def take(milliseconds: float) -> None:
         Clock.now += milliseconds

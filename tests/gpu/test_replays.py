@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline.compiled import Step, train_step
 from paceline.compiled.replay import WARM_UP, CudaCapture, Replays
@@ -25,6 +26,7 @@ SMALL = 1e-3  # MiB
 STEPS = 9
 DEADLINE = 90.0  # seconds: Inductor compiles, one rank after the other
 BAD = 1  # the rank that fails
+CUDA = torch.device("cuda")
 CYCLES = 10**8  # of the GPU: some 50 ms
 
 
@@ -223,7 +225,7 @@ def test_the_first_replay_has_random_numbers_of_its_own_though_the_capture_is_la
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the capture leaves on its stream is done before the replay, however long it takes."""
-    capture, drawn = CudaCapture(), torch.zeros(64, device="cuda")
+    capture, drawn = CudaCapture(CUDA), torch.zeros(64, device="cuda")
 
     def draw_late() -> None:
         torch.cuda._sleep(4 * CYCLES)
@@ -250,7 +252,7 @@ def test_the_first_replay_has_random_numbers_of_its_own_though_the_capture_is_la
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_is_captured_after_the_last_one_has_ended() -> None:
     """Though somebody still holds what that one computed."""
-    capture, given = CudaCapture(), torch.ones(64, device="cuda")
+    capture, given = CudaCapture(CUDA), torch.ones(64, device="cuda")
     held = []
     for factor in (2.0, 3.0):
         captured = capture(lambda factor=factor: given * factor)
@@ -299,6 +301,160 @@ def test_a_failure_elsewhere_is_raised_and_nothing_was_stepped(scene: Scene) -> 
         for number in range(2):
             step(batch(scene, number))
         scene.assert_same_bits(list(ddp.parameters()))
+
+
+def no_memory(*_arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("no luck")
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_rank_that_cannot_capture_its_step_says_so_to_the_others(scene: Scene) -> None:
+    with scene.new_group() as group:
+        ddp = wrapped(scene, group)
+        step, heard = train_step(ddp, adamw(ddp), loss_of, graph=True), list[tuple[int, str]]()
+        assert step.replays is not None
+        usual = step.replays.capture
+        if scene.rank == BAD:
+            step.replays.capture = no_memory
+        for number in range(STEPS):
+            try:
+                step(batch(scene, number))
+            except (NotCapturedError, PeerError) as error:
+                heard.append((number, str(error)))
+                step.replays.capture = usual
+        ((at, text),) = heard
+        assert at == (WARM_UP if scene.rank == BAD else WARM_UP + 1)
+        assert "no luck" in text
+        scene.assert_same_bits(list(ddp.parameters()))
+
+
+@on_ranks(deadline=DEADLINE, cuda=True)
+def test_a_batch_of_no_samples_counts_nothing(scene: Scene) -> None:
+    """Though its gradients are no numbers, and the other ranks replay their step."""
+    ddp = wrapped(scene)
+    step = train_step(ddp, adamw(ddp), loss_of, graph=True)
+    for number in range(STEPS):
+        step(batch(scene, number), samples=1.0)
+    ddp.module.norm.eval()
+    for number in range(STEPS):
+        step(batch(scene, number), samples=1.0)
+    nothing = scene.rank == BAD
+    x = torch.full_like(batch(scene, 0), torch.nan) if nothing else batch(scene, 0)
+    step(x, samples=0.0 if nothing else 1.0)
+    assert all(p.isfinite().all() for p in ddp.parameters())
+    scene.assert_same_bits(list(ddp.parameters()))
+
+
+# What a replay would leave out. One rank, which has graphs without asking for them.
+
+
+class Follower(nn.Module):
+    """A frozen layer follows a trained one; a tensor that is no buffer counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leads, self.follows = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.drop, self.count = nn.Dropout(0.3), torch.zeros(2, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count[1:].add_(1)
+            for own, given in zip(self.follows.parameters(), self.leads.parameters(), strict=True):
+                own.lerp_(given, 0.5)
+        return self.drop(self.leads(x) - self.follows(x))
+
+
+def alone(loss: Any, **options: Any) -> Step:
+    """A step of one rank; each is compiled anew."""
+    torch.manual_seed(0)
+    group = paceline.new_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device=torch.device("cuda", 0)
+    )
+    ddp = DDP(Follower().cuda(), process_group=group)
+    trained = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    return train_step(ddp, optimizer, loss, **options)
+
+
+def trained_alone(step: Step, total: Tensor) -> list[Tensor]:
+    """All that some steps have written to."""
+    torch.manual_seed(4)
+    given = [torch.randn(8, 6, device="cuda") for _ in range(STEPS)]
+    losses = [step(x) for x in given]
+    model = step.ddp.module
+    step.ddp.replica.group.shutdown()
+    return [*model.parameters(), model.count, total, *given, *losses]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_replay_writes_to_whatever_the_step_writes_to() -> None:
+    found = []
+    for graph in (False, True):
+        total = torch.zeros((), device="cuda")
+
+        def loss(model: nn.Module, x: Tensor, total: Tensor = total) -> Tensor:
+            x.mul_(2.0)
+            value = model(x).square().mean()
+            total.add_(value.detach())
+            return value
+
+        step = alone(loss, graph=graph)
+        found.append(trained_alone(step, total))
+    assert step.replays is not None
+    assert step.replays.count == STEPS - WARM_UP
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[1][4][1] == STEPS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_random_numbers_of_the_cpu_are_drawn_in_every_step() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * torch.rand(())).square().mean()
+
+    step = alone(loss)
+    trained_alone(step, torch.zeros(()))
+    assert step.reason == ""
+    assert step.replays is not None
+    assert step.replays.count == 0
+    assert step.replays.reason == "it draws random numbers on cpu"
+
+
+@torch.library.custom_op("paceline_tests::stops", mutates_args=())
+def stops(x: Tensor) -> Tensor:
+    """Waits for the GPU, which spoils a capture."""
+    x.sum().item()
+    return x.clone()
+
+
+@stops.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() + 0.0 * stops(x.detach()).sum()
+
+    stream, found = torch.cuda.current_stream(), []
+    for graph in (False, None):
+        step = alone(loss, graph=graph)
+        found.append(trained_alone(step, torch.zeros(())))
+    assert step.replays is not None
+    assert step.replays.count == 0
+    assert step.replays.reason
+    assert torch.cuda.current_stream() == stream
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    capture, drawn = CudaCapture(CUDA), torch.zeros(64, device="cuda")
+    captured = capture(drawn.normal_)
+    torch.manual_seed(3)
+    captured.start()
+    first = drawn.clone()
+    torch.manual_seed(3)
+    assert torch.equal(first, drawn.normal_())
+    captured.end()
 
 
 @on_ranks(deadline=DEADLINE, cuda=True)

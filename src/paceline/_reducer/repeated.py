@@ -55,6 +55,8 @@ def is_usual(reducer: Reducer) -> bool:
     gathered = ledger.total or ledger.plain or ledger.open
     heeded = observers.see_buckets or observers.heed() or reducer.mailbox.by_active
     settled = reducer.layout.is_settled and not reducer.listeners.learning
+    if ledger.weighs and ledger.weight == 0:  # its gradients are dropped: they may be no numbers
+        return False
     return settled and not gathered and not heeded and reducer.runner.current is None
 
 
@@ -170,6 +172,7 @@ class RepeatedExchange:
         entries = [note() for note in self._notes]
         overdue, earlier = of.mailbox.has_failed(ranks), of.mailbox.earlier(ranks)
         of.mailbox.forget()
+        self._limit.begins()
         kept = of.mailbox.keep(self.memory, of.ledger.unit)
         of.diary.follow(kept, entries[-1])
         self._limit.started(kept)

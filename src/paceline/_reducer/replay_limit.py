@@ -35,6 +35,10 @@ class ReplayLimit:
         self._began = 0.0
         self._thread: threading.Thread | None = None
 
+    def begins(self) -> None:
+        """A replay is being started: what is kept of the one before is about to be written anew."""
+        self._began = time.monotonic()
+
     def started(self, kept: Kept) -> None:
         """A replay runs that has ended when ``kept`` has come."""
         self._latest, self._began = weakref.ref(kept), time.monotonic()

@@ -1,4 +1,4 @@
-"""How a thread asks a GPU how far it is while another one captures a CUDA graph.
+"""Captures of CUDA graphs: what other threads may ask meanwhile, and what is left of a failed one.
 
 A capture in CUDA's strictest mode, which is torch's default, is spoilt by a thread that asks about
 an event. A thread may say that it has no part in captures; torch's own watchdog does so, but there
@@ -45,3 +45,28 @@ def beside_captures() -> Iterator[None]:
         yield
     finally:
         library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@contextlib.contextmanager
+def end_failed_capture(pool: tuple[int, int]) -> Iterator[None]:
+    """Within it the current device captures into ``pool``; if that fails, nothing is left of it.
+
+    torch's own way out of a capture that CUDA has spoilt ends half way: the stream of the capture
+    stays the current one, the allocator goes on to take memory for the graph, and, in some
+    versions, the generator waits for a graph to give out numbers.
+    """
+    device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[device]
+    numbers = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError:  # torch has come to its end
+            pass
+        else:
+            torch._C._cuda_releasePool(device, pool)
+            generator.graphsafe_set_state(numbers)
+        raise

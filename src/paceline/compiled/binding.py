@@ -82,8 +82,9 @@ class Binding:
         reducer = self._wire.reducer
         buckets = [bucket.buffer for bucket in reducer.buckets] if reducer.averages else []
         scale = [] if self.scale is None else [self.scale]
-        buffers = self._wire.module.buffers()
-        return [*self.params, *state, *buffers, *buckets, *scale, self._trouble()]
+        module = self._wire.module
+        own = (*module.parameters(), *module.buffers())  # frozen ones are not in self.params
+        return [*self.params, *own, *state, *buckets, *scale, self._trouble()]
 
     @property
     def scale(self) -> Tensor | None:

@@ -7,8 +7,9 @@ whole step: forward, backward, the exchange (``_reducer/repeated.py``), clipping
 The graph stands behind Dynamo's guards, as a backend does that Dynamo calls: whatever makes Dynamo
 compile anew (a module in another mode, another number in the loss) leads to another graph. What a
 graph is given lies in memory that stays where it is: parameters, buffers, the optimizer's state and
-the buckets do so anyway, and are checked; everything else is copied there before each replay.
-Random numbers go on from replay to replay, since torch counts them for each.
+the buckets do so anyway, and are checked; everything else is copied there before each replay, and
+back if the step writes it. Random numbers go on from replay to replay, since torch counts them for
+each.
 
 A step that a graph cannot be, or not now, is done without; the other ranks notice nothing.
 """
@@ -26,10 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from .._reducer import RepeatedExchange, is_usual, obstacle_to_replays
+from .._torch.capture import end_failed_capture
+from .._torch.effects import Effects, effects_of, kept_copy
 from ..errors import NotCapturedError
 from .binding import Binding
+from .module_hooks import PassageGate
 from .wire import Wire
 
 log = logging.getLogger("paceline.compiled")
@@ -38,6 +43,8 @@ WARM_UP = 3  # steps without a graph before the first with one; the last of them
 TRIAL = 4  # replays that are timed, where the graph has to show that it pays
 PAYS = 0.95  # it does if a replay takes less of a step without
 GRAPHS = 4  # kept for each program: one for each shape of a batch, the latest used
+IN_USE = 32  # a graph that was replayed in so many of the last steps makes room for no other
+SHAPES = 256  # of batches that are counted; then counting begins anew
 
 Compiled = Callable[..., Any]
 
@@ -62,7 +69,8 @@ class Replays:
         self, wire: Wire, binding: Binding, *, asked: bool, capture: Capture | None = None
     ) -> None:
         self.wire, self.binding, self.asked = wire, binding, asked
-        self.capture = capture or CudaCapture()
+        self.device = wire.reducer.params[0].device
+        self.capture = capture or CudaCapture(self.device)
         self.count = 0  # steps that were replays
         self.reason = ""  # why there are none
         self._now = False  # the step that comes may be one
@@ -91,7 +99,8 @@ class Replays:
         """What Dynamo is given instead of ``compiler``."""
 
         def compile_(graph: Any, inputs: Any) -> Compiled:
-            replayer = Replayer(self, compiler(graph, inputs))
+            kept = kept_copy(graph)
+            replayer = Replayer(self, compiler(graph, inputs), kept)
             self._replayers.add(replayer)
             return replayer
 
@@ -113,7 +122,8 @@ class Replays:
         return ledger.weighs or ledger.unit != 1.0
 
     def refused(self, error: Exception) -> None:
-        """A capture has failed."""
+        """A capture has failed, and random numbers may come from elsewhere than for the others."""
+        self.drop()
         reason = error.reason if isinstance(error, NotCapturedError) else str(error)
         if self.asked:
             raise NotCapturedError(self.wire.rank, reason) from error
@@ -123,11 +133,14 @@ class Replays:
 class Replayer:
     """What one program of the compiler's became; called as the program is."""
 
-    def __init__(self, owner: Replays, run: Compiled) -> None:
-        self._owner, self._run = owner, run
+    def __init__(self, owner: Replays, run: Compiled, traced: GraphModule) -> None:
+        """``traced`` is what ``run`` was compiled from."""
+        self._owner, self._run, self._traced = owner, run, traced
+        self._effects: Effects | None = None  # of the program, once they are needed
         self._graphs: OrderedDict[object, StepGraph] = OrderedDict()  # by what is copied in
         self._runs: Counter[object] = Counter()
         self._trials: dict[object, Trial] = {}
+        self._calls = 0
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self._owner
@@ -135,16 +148,23 @@ class Replayer:
             return self._run(*arguments)
         lasting = {t.data_ptr() for t in owner.binding.lasting()}
         key = (owner.is_weighted(), *(_key_of(given, lasting) for given in arguments))
-        trial = self._trials.setdefault(key, Trial())
+        self._calls += 1
+        if len(self._runs) > SHAPES:
+            self._runs.clear()
+            self._trials.clear()
+        trial = self._trials.setdefault(key, Trial(owner.device))
         graph = self._graphs.get(key)
         if graph is None or not graph.fits(arguments):
             self._runs[key] += 1
             if self._runs[key] <= WARM_UP:
                 return trial.time(trial.without, lambda: self._run(*arguments))
+            if graph is None and not self._has_room():
+                return self._run(*arguments)
             graph = self._capture(key, arguments, lasting)
             if graph is None:
                 return self._run(*arguments)
         self._graphs.move_to_end(key)
+        graph.used = self._calls
         owner.count += 1
         if owner.asked:
             return graph.replay(arguments)
@@ -159,6 +179,12 @@ class Replayer:
         while self._graphs:
             self._graphs.popitem()[1].end()
 
+    def _has_room(self) -> bool:
+        """Whether there is a place for another graph: to capture takes as long as many steps."""
+        if len(self._graphs) < GRAPHS:
+            return True
+        return self._calls - next(iter(self._graphs.values())).used > IN_USE
+
     def _capture(
         self, key: object, arguments: Sequence[Any], lasting: set[int]
     ) -> StepGraph | None:
@@ -167,10 +193,27 @@ class Replayer:
         while len(self._graphs) >= GRAPHS:
             self._graphs.popitem(last=False)[1].end()
         try:
-            self._graphs[key] = StepGraph(self._owner, self._run, arguments, lasting)
+            effects = self._find_effects(arguments)
+            self._graphs[key] = StepGraph(self._owner, self._run, arguments, lasting, effects)
         except (NotCapturedError, RuntimeError) as error:
             self._owner.refused(error)
         return self._graphs.get(key)
+
+    def _find_effects(self, arguments: Sequence[Any]) -> Effects:
+        """What the program does beside its results, which a replay has to do too."""
+        rank, device = self._owner.wire.rank, self._owner.device
+        if any(isinstance(given, PassageGate) for given in arguments):
+            raise NotCapturedError(rank, "a backward hook runs in Python")
+        if self._effects is None:
+            try:
+                self._effects = effects_of(self._traced, arguments)
+            except Exception as error:
+                why = f"what it writes is not known ({type(error).__name__}: {error})"
+                raise NotCapturedError(rank, why) from error
+        for drawn_on in self._effects.drawn_on:
+            if drawn_on.type != device.type:
+                raise NotCapturedError(rank, f"it draws random numbers on {drawn_on}")
+        return self._effects
 
 
 def _key_of(given: Any, lasting: set[int]) -> object:
@@ -185,9 +228,15 @@ class StepGraph:
     """One graph, and the memory that it reads its inputs from."""
 
     def __init__(
-        self, owner: Replays, run: Compiled, arguments: Sequence[Any], lasting: set[int]
+        self,
+        owner: Replays,
+        run: Compiled,
+        arguments: Sequence[Any],
+        lasting: set[int],
+        effects: Effects,
     ) -> None:
         wire, self._rank = owner.wire, owner.wire.rank
+        self.used = 0  # the call of the program for which it was last replayed
         self._exchange: RepeatedExchange | None = None
         if wire.reducer.averages:
             keep = owner.binding.layout is not None and owner.binding.layout.keep
@@ -199,10 +248,23 @@ class StepGraph:
             for given, own in zip(arguments, self._given, strict=True)
         ]
         self._places = self._places_of(arguments)
+        self._copied = [
+            at
+            for at, own in enumerate(self._given)
+            if isinstance(own, Tensor) and not self._lasts[at]
+        ]
+        self._written = [at for at in self._copied if at in effects.written]
+        self._refuse_shared(arguments)
         self._lock = threading.Lock()  # another thread may end the group
         with wire.captured_into(self._exchange):
             self._captured = owner.capture(lambda: run(*self._given))
         self._ended = False
+
+    def _refuse_shared(self, arguments: Sequence[Any]) -> None:
+        """Copies of what shared memory do not share it."""
+        storages = Counter(_storage_of(given) for given in arguments if isinstance(given, Tensor))
+        if any(storages[_storage_of(arguments[at])] > 1 for at in self._written):
+            raise NotCapturedError(self._rank, "it writes to memory that two of its inputs share")
 
     def _places_of(self, arguments: Sequence[Any]) -> list[int]:
         pairs = zip(arguments, self._lasts, strict=True)
@@ -214,15 +276,17 @@ class StepGraph:
 
     def replay(self, arguments: Sequence[Any]) -> Any:
         """Do the step for these arguments; returns what the program would."""
-        for own, given, lasts in zip(self._given, arguments, self._lasts, strict=True):
-            if isinstance(own, Tensor) and not lasts:
-                own.copy_(given, non_blocking=True)
+        for at in self._copied:
+            self._given[at].copy_(arguments[at], non_blocking=True)
         if self._exchange is not None:
             self._exchange.announce()
         with self._lock:
             if self._ended:
                 raise NotCapturedError(self._rank, "its group ended meanwhile")
             self._captured.start()
+        for at in self._written:
+            with torch.inference_mode(arguments[at].is_inference()):
+                arguments[at].copy_(self._given[at])
         found = self._captured.results
         results = [r.clone() if isinstance(r, Tensor) else r for r in found]
         if self._exchange is not None:
@@ -241,12 +305,18 @@ class StepGraph:
                 self._lock.release()
 
 
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _own(given: Any, lasting: set[int], wire: Wire) -> Any:
     """Memory for an argument that changes from step to step; others as they are."""
-    if not isinstance(given, Tensor) or given is wire.number or given.data_ptr() in lasting:
+    if not isinstance(given, Tensor) or given is wire.number:
         return given
     if given.device != wire.reducer.params[0].device:
         raise NotCapturedError(wire.rank, f"a tensor that the step reads is on {given.device}")
+    if given.data_ptr() in lasting:
+        return given
     if 0 in given.stride() and given.numel() > 1:
         raise NotCapturedError(wire.rank, "an input is an expanded tensor")
     own = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
@@ -254,22 +324,30 @@ def _own(given: Any, lasting: set[int], wire: Wire) -> Any:
 
 
 class CudaCapture:
-    """Captures what a function does on the GPU; graphs that never run at once share memory."""
+    """Captures what a function does on a GPU; graphs that never run at once share memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = None
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in that pool
         self.stream: torch.cuda.Stream | None = None  # that graphs are captured on
 
     def __call__(self, function: Callable[[], Any]) -> Captured:
         """What ``function`` does, captured."""
+        with torch.cuda.device(self._device):
+            return self._capture(function)
+
+    def _capture(self, function: Callable[[], Any]) -> Captured:
         if not self._alive:  # torch has given up a pool whose last graph has ended
             self._pool = torch.cuda.graph_pool_handle()
         self.stream = self.stream or torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool
         # Threads of torch's may ask for events meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        with (
+            end_failed_capture(pool),
+            torch.cuda.graph(
+                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
         ):
             results = function()
         # Before it captures, torch sets on that stream how far random numbers have come: to zero.
@@ -291,6 +369,7 @@ Times = list[tuple[Any, Any]]  # events before and behind
 class Trial:
     """Does a graph pay? Steps without and with it, timed on the GPU."""
 
+    device: torch.device
     without: Times = field(default_factory=list)
     replays: Times = field(default_factory=list)
 
@@ -299,9 +378,9 @@ class Trial:
         if len(times) >= TRIAL or not torch.cuda.is_available():
             return step()
         before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
+        before.record(torch.cuda.current_stream(self.device))
         result = step()
-        behind.record()
+        behind.record(torch.cuda.current_stream(self.device))
         times.append((before, behind))
         return result
 

@@ -188,6 +188,8 @@ class Step:
             reason = reasons.of(error)
             if not reason or self.settings.fullgraph:
                 self.ddp.replica.forward_failed(error)
+                if isinstance(error, NotCapturedError) and self._wire.reducer.averages:
+                    self.ddp.replica.tell_failure(str(error))  # the others are in their step
                 self._count_failed(error, last)
                 raise
             self._fall_back(reason)
@@ -199,7 +201,7 @@ class Step:
         It changes nothing on any rank; but whoever goes on has to count as the others do.
         """
         late = last and self._wire.reducer.reads_late and self._wire.reducer.group.size() > 1
-        if late and not isinstance(error, PacelineError):
+        if late and (isinstance(error, NotCapturedError) or not isinstance(error, PacelineError)):
             updates.count_step(self._binding.classes, [True] * len(self._binding.params))
 
     def _drop_grads(self) -> None:

@@ -111,6 +111,7 @@ class Wire:
         """
         if self._captured is not None:
             self._captured.settle()
+            _fill(given, self.buffers())
             trouble.copy_(self._captured.trouble)
             return
         self._say_first()
