@@ -340,6 +340,7 @@ static void say(Engine *e, int status) {
     Control *me = control(e, e->rank);
     int none = 0;
     atomic_compare_exchange_strong(&me->fault, &none, status);
+    atomic_thread_fence(memory_order_release); /* as in fault */
     for (int r = 0; r < e->n; r++) { /* those who wait for this rank, and our own threads */
         futex_wake(low_half(&control(e, r)->progress));
         ring_bell(e, r);
@@ -395,11 +396,13 @@ EXPORT int pl_close(Engine *e) {
 EXPORT void pl_free(Engine *e) {
     while (!forked(e) && atomic_load(&e->state) != OPEN && atomic_load(&e->state) != ENDED) pause_briefly();
     if (!forked(e)) end_life(e);
-    for (int r = 0; r < e->n; r++)
+    for (int r = 0; r < e->n; r++) {
+        if (e->incoming[r].open) free(e->incoming[r].stash);
         for (Stash *s = e->stash[r], *next; s; s = next) {
             next = s->next;
             free(s);
         }
+    }
     free(e);
 }
 

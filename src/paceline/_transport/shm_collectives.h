@@ -314,6 +314,13 @@ static void take_whole(Engine *e, Op *op) {
     }
 }
 
+/* What says that the memory of others, read where it lies, may not have held their payloads any more; 0: nothing. Whoever
+ * gives up uses its memory again, but says so before. This rank has not told that it has read, so nobody has ended well. */
+static int read_too_late(Engine *e, Op *op) {
+    atomic_thread_fence(memory_order_acquire); /* the reads come first */
+    return obstacle(e, op, failed(e), others(e));
+}
+
 static void publish_window(Engine *e, Op *op, uint64_t t) {
     const Call *c = call_of(e, op, e->rank);
     if (!gives(op, e->rank) || c->small || (c->offset && !op->moved)) return;
@@ -404,6 +411,8 @@ static int coll_step(Engine *e, Op *op) {
         else plan_exchange(e, op);
         if (op->path == P_INLINE) reduce_inline(e, op);
         if (op->path == P_EXCHANGE) take_whole(e, op);
+        verdict = op->path == P_EXCHANGE && op->exit_wait ? read_too_late(e, op) : DONE;
+        if (verdict != DONE) return verdict;
     }
     while (op->tick < op->ticks) {
         if (op->tick > 0 && !all_reached(e, op, op->tick + 1)) return AGAIN;

@@ -170,6 +170,8 @@ typedef struct Engine {
     int no_room;                               /* no memory for a message that nobody waits for yet */
     Op *sending, *receiving; /* the pump's own, touched by the running thread only */
     uint64_t settled;
+    int64_t weeded;                /* when it was last seen that all of them can go on */
+    uint64_t moved_to, moved_from; /* ranks to and from which payloads have moved since */
     struct Engine *next_alive; /* of this process; see shm_life.h */
     uint32_t generation;    /* of the process it was opened in; see shm_life.h */
     _Atomic int inside;     /* threads that are in a call, with this memory under them */
@@ -260,6 +262,7 @@ static int fault(Engine *e, Op *op, int status, int reporter, uint64_t culprits)
         me->fault_kind = op->kind;
         atomic_store(&me->fault, status);
     }
+    atomic_thread_fence(memory_order_release); /* before this rank uses its memory again: see read_too_late */
     futex_wake(low_half(&me->progress));
     for (int r = 0; r < e->n; r++)
         if (r != e->rank) ring_bell(e, r);
@@ -267,6 +270,7 @@ static int fault(Engine *e, Op *op, int status, int reporter, uint64_t culprits)
 }
 
 static uint64_t everyone(Engine *e) { return (uint64_t)-1 >> (64 - e->n); }
+static uint64_t others(Engine *e) { return everyone(e) & ~((uint64_t)1 << e->rank); }
 
 static int is_fault(int status) {
     return status == LEFT || status == GARBLED || status == NO_MEMORY || (status <= TIMED_OUT && status >= ABORTED);

@@ -9,6 +9,8 @@
 
 #include "shm_core.h"
 
+#define LONGEST 8000000 /* ns between two looks at which transfers cannot go on */
+
 static void ring_write(Channel *c, uint64_t at, const void *from, uint64_t bytes) {
     uint64_t i = at % RING, first = RING - i < bytes ? RING - i : bytes;
     memcpy(c->ring + i, from, first);
@@ -94,6 +96,7 @@ static int send_step(Engine *e, Op *op) {
     head += bytes;
     if (head == before_ && op->moved < own_bytes(op)) return 0;
     e->head[op->root] = head;
+    e->moved_to |= (uint64_t)1 << op->root;
     atomic_store_explicit(&c->head, head, memory_order_release);
     ring_bell(e, op->root);
     return 1;
@@ -111,11 +114,33 @@ static int somebody_waits(Engine *e, int from) {
     return 0;
 }
 
-static void keep(Engine *e, int from, Stash *stash) {
+static int from_stash(Lane *l, Engine *e, Op *op) {
+    for (int from = 0; from < e->n; from++) {
+        if (op->root >= 0 && op->root != from) continue;
+        for (Stash **p = &e->stash[from]; *p; p = &(*p)->next) {
+            Stash *s = *p;
+            if (s->header.tag != op->tag) continue;
+            int good = fits(e, op, from, &s->header);
+            if (good) memcpy(op->out, s->data, s->header.bytes);
+            op->source = from;
+            *p = s->next;
+            free(s);
+            settle(l, &e->receiving, op, good ? DONE : MISMATCH);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Files a message that is whole now. A receive that was asked for while it came has not found it: no message
+ * that was filed before is for a receive that waits, so that the oldest one gets this one. */
+static void keep(Lane *l, Engine *e, int from, Stash *stash) {
     Stash **p = &e->stash[from];
     while (*p) p = &(*p)->next;
     stash->next = NULL;
     *p = stash;
+    Op *op = wanting(e, from, &stash->header);
+    if (op) from_stash(l, e, op);
 }
 
 /* Decides where the message at the head of the channel goes; 0 when nobody wants it yet. */
@@ -163,30 +188,15 @@ static int recv_step(Lane *l, Engine *e, int from) {
     in->moved += bytes;
     e->tail[from] = tail + bytes;
     atomic_store_explicit(&c->tail, tail + bytes, memory_order_release);
-    if (bytes) ring_bell(e, from);
+    if (bytes) {
+        e->moved_from |= (uint64_t)1 << from;
+        ring_bell(e, from);
+    }
     if (in->moved < in->header.bytes) return bytes > 0;
     if (in->op) settle(l, &e->receiving, in->op, DONE);
-    if (in->stash) keep(e, from, in->stash);
+    if (in->stash) keep(l, e, from, in->stash);
     in->open = 0;
     return 1;
-}
-
-static int from_stash(Lane *l, Engine *e, Op *op) {
-    for (int from = 0; from < e->n; from++) {
-        if (op->root >= 0 && op->root != from) continue;
-        for (Stash **p = &e->stash[from]; *p; p = &(*p)->next) {
-            Stash *s = *p;
-            if (s->header.tag != op->tag) continue;
-            int good = fits(e, op, from, &s->header);
-            if (good) memcpy(op->out, s->data, s->header.bytes);
-            op->source = from;
-            *p = s->next;
-            free(s);
-            settle(l, &e->receiving, op, good ? DONE : MISMATCH);
-            return 1;
-        }
-    }
-    return 0;
 }
 
 static void absorb(Lane *l, Engine *e) { /* takes over what was submitted since the last turn */
@@ -236,27 +246,34 @@ static uint64_t away(Engine *e, uint64_t among) { /* those that left in peace */
     return mask;
 }
 
-/* What ends a transfer for good, or 0. */
-static int transfer_fault(Engine *e, Op *op, int64_t now) {
-    uint64_t others = ((uint64_t)-1 >> (64 - e->n)) & ~((uint64_t)1 << e->rank);
-    uint64_t peers = op->root >= 0 ? (uint64_t)1 << op->root : others;
+static int goes_on(Engine *e, const Op *op) { /* did it, or one that it is queued behind, move since the last look? */
+    if (op->kind == SEND) return e->moved_to >> op->root & 1;
+    return op->started && e->moved_from >> op->source & 1;
+}
+
+/* What ends a transfer for good, or 0. `failing` and `lost`: those that were so before this rank heard everybody out. */
+static int transfer_fault(Engine *e, Op *op, uint64_t failing, uint64_t lost, int64_t now) {
+    uint64_t peers = op->root >= 0 ? (uint64_t)1 << op->root : others(e);
     int alone_now = away(e, peers) == peers; /* one sender left is enough to wait for any */
-    int status = obstacle(e, op, failed(e), alone_now ? peers : 0);
+    int status = obstacle(e, op, failing, alone_now ? peers : 0);
     if (status) return status;
-    uint64_t lost = dead(e, peers & ~away(e, peers));
+    lost &= peers & ~away(e, peers);
     if (lost) return fault(e, op, PEER_DIED, e->rank, lost);
-    if (now < op->deadline) return 0;
+    if (now < op->deadline || goes_on(e, op)) return 0;
     op->culprits = peers;
     op->reporter = e->rank;
     /* half a message in the channel would garble the next one */
     return op->kind == SEND && op->started ? fault(e, op, TIMED_OUT, e->rank, peers) : TIMED_OUT;
 }
 
-static int peers_are_well(Engine *e) {
-    uint64_t others = ((uint64_t)-1 >> (64 - e->n)) & ~((uint64_t)1 << e->rank);
-    for (int r = 0; r < e->n; r++)
-        if (atomic_load(&control(e, r)->fault)) return 0;
-    return !dead(e, others);
+/* Takes what is in the channels now, and not what comes meanwhile, which may never end. */
+static void hear_out(Lane *l, Engine *e) {
+    for (int from = 0; from < e->n; from++) {
+        if (from == e->rank) continue;
+        uint64_t ready = atomic_load_explicit(&channel(e, from, e->rank)->head, memory_order_acquire) - e->tail[from];
+        uint64_t end = e->tail[from] + (ready < RING ? ready : RING);
+        while (e->receiving && (int64_t)(end - e->tail[from]) > 0 && recv_step(l, e, from)) continue;
+    }
 }
 
 /* Ends all transfers when a channel cannot be believed any more, or what comes cannot be kept. */
@@ -275,32 +292,36 @@ static void give_up(Lane *l, Engine *e) {
 /* Ends the transfers that cannot go on; 1 when something changed. */
 static int weed(Lane *l, Engine *e, int64_t now) {
     Op **lists[] = {&e->sending, &e->receiving};
-    if (!peers_are_well(e) && pump_step(l, e)) return 1; /* what was sent before the trouble counts */
+    uint64_t settled = e->settled, lost = dead(e, others(e)), failing = failed(e);
+    hear_out(l, e); /* what was sent before the trouble counts */
     for (int i = 0; i < 2; i++)
         for (Op *op = *lists[i]; op; op = op->next) {
-            int status = transfer_fault(e, op, now);
+            int status = transfer_fault(e, op, failing, lost, now);
             if (!status) continue;
             forget(e, op);
             settle(l, lists[i], op, status);
             return 1;
         }
-    return 0;
+    e->weeded = now;
+    e->moved_to = e->moved_from = 0;
+    return e->settled != settled;
 }
 
 /* Moves transfers until some are done or `until` has come (0: never waits). */
 static int64_t pump_turn(Lane *l, int64_t until, int spin) {
     Engine *e = l->engine;
     Control *me = control(e, e->rank);
-    int64_t start = now_ns(), slice = 1000000;
-    for (uint64_t settled = e->settled;;) {
+    int64_t start = now_ns(), now = start, slice = 1000000;
+    if (!e->sending && !e->receiving) e->weeded = start; /* what begins now is not looked at for a while */
+    for (uint64_t settled = e->settled;; now = now_ns()) {
         uint32_t heard = atomic_load(&me->bell);
         absorb(l, e);
         int moved = pump_step(l, e);
+        if (now - e->weeded >= LONGEST) weed(l, e, now); /* others may move for ever */
         if (e->bad_channels || e->no_room) give_up(l, e);
         if (e->settled != settled || (!e->sending && !e->receiving)) return DONE;
         if (moved) continue;
         if (!until) return AGAIN;
-        int64_t now = now_ns();
         if (spin && now - start < e->yield_ns) {
             for (int i = 0; i < e->spins && atomic_load(&me->bell) == heard; i++) relax();
             sched_yield();
@@ -314,7 +335,7 @@ static int64_t pump_turn(Lane *l, int64_t until, int spin) {
         now = now_ns();
         if (weed(l, e, now)) continue;
         if (now >= until) return AGAIN;
-        if (slice < 8000000) slice *= 2;
+        if (slice < LONGEST) slice *= 2;
     }
 }
 
