@@ -306,6 +306,39 @@ def test_a_failure_is_raised_a_pass_later_and_the_ranks_stay_in_step() -> None:
     assert_same(first, second)
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_after_a_failure_all_ranks_count_in_the_same_unit(asks: bool) -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = line()
+
+        def forward(self, x: Tensor, fails: bool) -> Tensor:
+            if fails:
+                raise ArithmeticError
+            return self.layer(x)
+
+    def one_rank(group: Group) -> dict[int, tuple[float, float]]:
+        ddp, rank, seen = late(Line(), group), group.rank(), {}
+        for step in range(10):
+            ddp.zero_grad()
+            try:
+                with ddp.samples(4.0 if step < 2 else 64.0):
+                    ddp(torch.full((1, 1), 1.0 + rank), rank == 1 and step == 3).sum().backward()
+                if asks:
+                    ddp.state_dict()
+            except (ArithmeticError, PeerError):
+                continue
+            seen[step] = ddp.module.layer.weight.grad.item(), ddp.replica.reducer.ledger.unit
+        return seen
+
+    first, second = run_ranks(2, one_rank)
+    both = first.keys() & second.keys()
+    assert {step: first[step] for step in both} == {step: second[step] for step in both}
+    assert len(both) == (9 if asks else 8)
+    assert [first[step][0] for step in both] == pytest.approx([1.5] * len(both))
+
+
 def _fail_last(meeting: Meeting) -> str:
     try:
         with meeting.new_group("gloo") as group:

@@ -18,7 +18,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from paceline import DistributedDataParallel
 from paceline.ddp.mixed_precision import Caster, _MixedPrecision, cast_floats, strip
+from paceline.groups import Group
+from paceline.testing import run_ranks
 
 LOW = torch.bfloat16
 POLICY = _MixedPrecision(param_dtype=LOW, reduce_dtype=LOW, buffer_dtype=LOW)
@@ -515,3 +518,28 @@ def test_inputs_receive_their_gradients_in_their_own_precision() -> None:
     Caster(module, POLICY)
     module(input=x).sum().backward()
     assert x.grad.dtype == torch.float32
+
+
+def test_complex_gradients_keep_their_imaginary_part() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.turn * self.linear(x)).imag.sum() + self.turn.real.sum()
+
+    def one_rank(group: Group) -> Tensor:
+        model = Turns()
+        nn.init.constant_(model.linear.weight, 0.25)
+        nn.init.zeros_(model.linear.bias)
+        precision = _MixedPrecision(param_dtype=LOW)
+        ddp = DistributedDataParallel(model, process_group=group, mixed_precision=precision)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.full((1, 4), 1.0 + group.rank())).backward()
+        return model.turn.grad
+
+    for grad in run_ranks(2, one_rank):
+        assert_close(grad, torch.full((4,), 1.0 + 1.5j))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline.errors import MixedPassesError
+from paceline.ddp import set_strict
+from paceline.errors import MixedPassesError, ModuleStateError, PeerError
 from paceline.groups import Group
 from paceline.testing import run_ranks
 
@@ -259,3 +261,184 @@ def test_float16_gradients_times_their_weights_need_not_fit_into_16_bits(accumul
     expected = 22.0 + 12.0 * accumulated
     for found in run_ranks(2, one_rank):
         assert found == [expected, expected]
+
+
+@pytest.mark.parametrize("held", [0.0, 8.0])
+def test_a_gradient_penalty_leaves_earlier_weighted_micro_steps_as_they_are(held: float) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        backward(ddp, held)
+        x = torch.full((1, 1), 3.0, requires_grad=True)
+        with ddp.no_sync(), ddp.samples(1):
+            ddp(torch.ones(1, 1)).sum().backward()
+        with ddp.samples(1):
+            out = ddp(x)
+            torch.autograd.grad(out.sum(), x, retain_graph=True)
+            out.sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [held + 2.0] * 2
+
+
+def test_a_backward_that_fails_in_no_sync_leaves_earlier_weighted_micro_steps_as_they_are() -> None:
+    def fail(_grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        backward(ddp, 8.0)
+        with ddp.no_sync(), ddp.samples(1):
+            ddp(torch.ones(1, 1)).sum().backward()
+            x = torch.ones(1, 1, requires_grad=True)
+            x.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                ddp(x).sum().backward()
+        backward(ddp, 3.0, weight=1.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [10.0] * 2
+
+
+def test_a_count_for_one_pass_is_gone_after_sync_grads() -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp, rank, found = DDP(line(), process_group=group), group.rank(), []
+        ddp.module(torch.full((1, 1), 4.0 * rank)).sum().backward()
+        ddp.samples(1 + 2 * rank)
+        ddp.sync_grads()
+        found.append(ddp.module.weight.grad.item())
+        ddp.zero_grad()
+        backward(ddp, 4.0 * rank)
+        return [*found, ddp.module.weight.grad.item()]
+
+    assert run_ranks(2, one_rank) == [[3.0, 2.0]] * 2
+
+
+def test_a_count_for_one_pass_is_gone_after_a_forward_that_failed() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = line()
+
+        def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+            if fails:
+                raise ArithmeticError
+            return self.layer(x)
+
+    def one_rank(group: Group) -> float:
+        ddp, rank = DDP(Fails(), process_group=group), group.rank()
+        ddp.samples(4)
+        with pytest.raises((ArithmeticError, PeerError)):
+            ddp(torch.ones(1, 1), rank == 1).sum().backward()
+        ddp.zero_grad()
+        ddp(torch.full((1, 1), 4.0 * rank), False).sum().backward()
+        return ddp.module.layer.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [2.0] * 2
+
+
+def test_the_count_of_a_context_holds_after_sync_grads_inside() -> None:
+    def one_rank(group: Group) -> float:
+        ddp, rank = DDP(line(), process_group=group), group.rank()
+        with ddp.samples(1 + 2 * rank):
+            with ddp.no_sync():
+                ddp(torch.ones(1, 1)).sum().backward()
+            ddp.sync_grads()
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), 4.0 * rank)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [3.0] * 2
+
+
+@pytest.fixture(params=["static graph", "strict", "strict static graph"])
+def heeding(request: pytest.FixtureRequest) -> Iterator[dict[str, bool]]:
+    """Options of a wrapper that heeds what its passes reach."""
+    set_strict("strict" in request.param)
+    yield {"static_graph": "static" in request.param}
+    set_strict(False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_sync_grads_is_not_taken_for_a_graph_that_changed(
+    heeding: dict[str, bool], first: bool, weight: float | None
+) -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp, found = DDP(line(), process_group=group, **heeding), []
+        if not first:
+            backward(ddp, 1.0)
+        for step in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                backward(ddp, step + 2.0 * group.rank(), weight)
+            ddp.sync_grads()
+            found.append(ddp.module.weight.grad.item())
+        ddp.zero_grad()
+        backward(ddp, 8.0)
+        return [*found, ddp.module.weight.grad.item()]
+
+    assert run_ranks(2, one_rank) == [[1.0, 2.0, 3.0, 8.0]] * 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_that_counts_nothing_is_not_taken_for_a_graph_that_changed(
+    heeding: dict[str, bool], first: bool
+) -> None:
+    def one_rank(group: Group) -> list[float]:
+        ddp, found = DDP(line(), process_group=group, **heeding), []
+        if not first:
+            backward(ddp, 1.0)
+        for step in range(3):
+            ddp.zero_grad()
+            backward(ddp, float(step), weight=2.0 * (group.rank() == step % 2))
+            found.append(ddp.module.weight.grad.item())
+        ddp.zero_grad()
+        backward(ddp, 8.0)
+        return [*found, ddp.module.weight.grad.item()]
+
+    assert run_ranks(2, one_rank) == [[0.0, 1.0, 2.0, 8.0]] * 2
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_count_is_refused_where_parameters_are_averaged_apart_from_the_others(
+    every: bool,
+) -> None:
+    def one_rank(group: Group) -> tuple[str, list[float]]:
+        model = nn.Sequential(line(), line())
+        named = list(model.named_parameters())
+        ddp = DDP(
+            model,
+            process_group=group,
+            delay_all_reduce_named_params=named if every else named[:1],
+            param_to_hook_all_reduce=model[0].weight,
+        )
+        with pytest.raises(ModuleStateError) as caught:
+            ddp.samples(1 + 2 * group.rank())
+        backward(ddp, 4.0 * group.rank())  # all goes on
+        return str(caught.value), [p.grad.item() for p in model.parameters()]
+
+    for rank, (text, found) in enumerate(run_ranks(2, one_rank)):
+        assert text.startswith(f"rank {rank}: ddp.samples() ")
+        assert "delay_all_reduce_named_params" in text
+        assert found == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize("kept", [8.0, 0.0])
+def test_weighted_micro_steps_around_freezing_or_thawing_keep_what_was_held(
+    thaws: bool, kept: float
+) -> None:
+    def one_rank(group: Group) -> list[float]:
+        model = nn.Sequential(line(), line())
+        model[0].weight.requires_grad_(not thaws)
+        ddp = DDP(model, process_group=group)
+        backward(ddp, kept)  # an average, which is kept
+        with ddp.no_sync():
+            backward(ddp, 2.0, weight=1.0)
+        model[0].weight.requires_grad_(thaws)
+        backward(ddp, 4.0 + 2 * group.rank(), weight=1.0)
+        return [p.grad.item() for p in model.parameters()]
+
+    # the second: what was kept, and the mean of 2 and 2, 4 and 6
+    expected = [(4.0 + 6.0) / 4 if thaws else kept + 2.0, kept + 3.5]
+    assert run_ranks(2, one_rank) == [expected] * 2

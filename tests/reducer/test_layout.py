@@ -118,6 +118,20 @@ def test_types_do_not_share_a_bucket() -> None:
     assert layout.plan == ((0,), (1,))
 
 
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+def test_complex_gradients_travel_in_their_own_type_whatever_real_ones_travel_in(
+    kind: torch.dtype, group: Group
+) -> None:
+    layout = layout_of([*parameters(4), *parameters(4, dtype=kind)], dtype=torch.float32)
+    layout.settle(group, header_rides=True)
+    found = {bucket.numbers: bucket.buffer.dtype for bucket in layout.buckets}
+    assert found == {(0,): torch.float32, (1,): kind}
+    assert layout.carries_header([0])
+    assert not layout.carries_header([1])
+    only = layout_of(parameters(4, dtype=kind), dtype=torch.bfloat16)
+    assert not only.narrow
+
+
 def test_parameters_that_nobody_wants_are_left_out_but_never_all() -> None:
     layout = layout_of(parameters(300, 300, 300))
     layout.follow([0, 1, 2])

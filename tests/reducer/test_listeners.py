@@ -149,6 +149,42 @@ def test_hooks_of_others_stay_when_ours_go() -> None:
     alone(check)
 
 
+@pytest.mark.parametrize("when", ["wrapped", "after a pass", "before backward"])
+@pytest.mark.parametrize("large", [True, False])
+def test_hooks_behind_a_gradient_that_others_add_find_the_gradient(when: str, large: bool) -> None:
+    def check(group: Group) -> None:
+        params = [nn.Parameter(torch.ones(300, 300))] if large else parameters(4)
+        cap = 25 if large else 8 / 2**20  # one to a bucket
+        reducer, seen = reducer_of(group, params, cap_mb=cap), []
+
+        def halve(param: Tensor) -> None:
+            seen.append(param.grad is not None)
+            param.grad.mul_(0.5)
+
+        def put_on() -> None:
+            for param in params:
+                param.register_post_accumulate_grad_hook(halve)
+
+        if when == "wrapped":
+            put_on()
+        forward(reducer, params).backward()
+        if when == "after a pass":
+            put_on()
+        for _ in range(2):
+            for param in params:
+                param.grad = None
+            loss = forward(reducer, params)
+            if when == "before backward" and not seen:
+                put_on()
+            loss.backward()
+            assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
+        assert seen
+        assert all(seen)
+        assert all(behind <= 2 for _, behind in hooks(params))
+
+    alone(check)
+
+
 def test_frozen_parameters_are_listened_to_and_stay_frozen() -> None:
     def check(group: Group) -> None:
         params = parameters(3)

@@ -236,6 +236,17 @@ def test_a_pass_that_did_not_come_puts_everything_back(gathered: bool) -> None:
     assert ledger.owes(params) is gathered
 
 
+def test_a_pass_that_did_not_come_leaves_what_was_gathered_on_top_of_what_was_held() -> None:
+    ledger, params = Ledger(explicit=3.0), parameters(1, 1)
+    params[0].grad = torch.full((1,), 100.0)
+    run_pass(ledger, params, 2.0, 1.0)
+    ledger.begin(params)
+    ledger.cancel(params)
+    assert [value_of(param) for param in params] == [6.0, 3.0]
+    assert send(ledger, params, 4.0, 1.0) == 6.0
+    assert [value_of(param) for param in params] == [6.0 + 12.0 + 6.0 * 100.0, 6.0]
+
+
 def test_after_an_average_nothing_is_owed() -> None:
     ledger, params = Ledger(explicit=3.0, once=True), parameters(1)
     run_pass(ledger, params, 1.0)
@@ -244,6 +255,33 @@ def test_after_an_average_nothing_is_owed() -> None:
     assert not ledger.weighs
     assert ledger.owed() == 1.0
     assert (ledger.gathered, ledger.base) == ({}, {})
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_held_stays_with_its_parameter_when_others_come_and_go(plain: bool) -> None:
+    ledger, (a, b, c) = Ledger(explicit=None if plain else 3.0, used=True), parameters(1, 2, 3)
+    a.grad, b.grad = torch.full((1,), 50.0), torch.full((2,), 100.0)
+    if plain:
+        ledger.begin_plain([a, b])
+        backward([a, b], 2.0, 2.0)
+        ledger.keep_plain([a, b])
+    else:
+        run_pass(ledger, [a, b], 2.0, 2.0)
+    ledger.follow([a, b], [c, b])
+    assert value_of(a) == 50.0 + (2.0 if plain else 6.0)
+    ledger.explicit = 1.0
+    weight = send(ledger, [c, b], 4.0, 4.0)
+    gathered = 2.0 if plain else 6.0
+    assert [value_of(c), value_of(b)] == [4.0, gathered + 4.0 + weight * 100.0]
+
+
+def test_what_is_zero_is_owed_until_it_is_cleared_when_others_come_too() -> None:
+    ledger, (a, b) = Ledger(explicit=3.0), parameters(1, 2)
+    run_pass(ledger, [b], 0.0)
+    ledger.follow([b], [a, b])
+    assert ledger.owes([a, b])  # zero by itself
+    b.grad.zero_()
+    assert not ledger.owes([a, b])
 
 
 def test_sparse_gradients_are_weighted_and_looked_into() -> None:

@@ -42,15 +42,17 @@ class PassClosing:
         ledger = reducer.ledger  # the weight of now: a program may wait long after the pass
         self._owed, self._counts = ledger.owed(), ledger.counts
         self._late_share = filling.method.share * ledger.weight / ledger.unit
+        self._shows_graph = running.answers and ledger.weight != 0  # by what has come
 
     def complete(self, *, tell_end: bool) -> None:
         """Leave the averages of all ranks in ``.grad``, or raise on all of them; all was sent."""
         told = self._of.mailbox.told = self._wait()
         self._divide(told)
+        self._choose_unit(told)
         self._refuse_overdue(at_once=tell_end)
         self._refuse_trouble(told)
         self._hand_out(told)
-        self._settle_weights(told)
+        self._settle_weights()
         self._draw_conclusions(told)
         self._tell_others(tell_end)
 
@@ -101,7 +103,9 @@ class PassClosing:
         if not running.gives or running.trouble:
             return
         rank, picture = self._group.rank(), self._of.picture
-        error = picture.objection(rank, running.missed, running.again, self._of.policy)
+        error = None
+        if self._shows_graph:
+            error = picture.objection(rank, running.missed, running.again, self._of.policy)
         if error is None and running.late and not self._listens:
             error = LateGradientError(rank, picture.named(running.late))
         if error is not None:
@@ -181,6 +185,17 @@ class PassClosing:
                 bucket.means.div_(weight)
             self._pass.divisor = weight
 
+    def _choose_unit(self, told: Header | None) -> None:
+        """For the next pass, from what all ranks have read by now, so that all choose the same.
+
+        Before anything is raised: a failure that some know earlier than others changes no unit.
+        """
+        ledger, earlier = self._of.ledger, self._earlier
+        if told is not None and told.weighted and self._listens:
+            ledger.choose_unit(told.weight)
+        elif earlier is not None and earlier.header is not None and earlier.header.weighted:
+            ledger.choose_unit(earlier.header.weight, of=earlier.unit)
+
     # -- what it comes to ---------------------------------------------------------------------
 
     def _refuse_overdue(self, *, at_once: bool) -> None:
@@ -203,7 +218,7 @@ class PassClosing:
             if self._pass.failure is not None:  # the header had left before
                 raise self._pass.failure
             return
-        self._of.mailbox.forget()
+        self._of.mailbox.note_heard()
         said = self._group.all_gather_object(self._pass.trouble) if self._listens else []
         if self._pass.failure is not None:
             raise self._pass.failure
@@ -254,13 +269,9 @@ class PassClosing:
         bucket, slot = self._of.layout.place[number]
         self._buckets[bucket].add(slot, total)
 
-    def _settle_weights(self, told: Header | None) -> None:
-        """Everybody has read the same by now, so that all choose one unit for the next pass."""
-        ledger, earlier = self._of.ledger, self._earlier
-        if told is not None and told.weighted and self._listens:
-            ledger.choose_unit(told.weight)
-        elif earlier is not None and earlier.header is not None and earlier.header.weighted:
-            ledger.choose_unit(earlier.header.weight, of=earlier.unit)
+    def _settle_weights(self) -> None:
+        """What this rank owed is averaged."""
+        ledger = self._of.ledger
         if not self._pass.gives:
             return
         ledger.forget_plain()
@@ -270,7 +281,7 @@ class PassClosing:
     def _draw_conclusions(self, told: Header | None) -> None:
         running, of = self._pass, self._of
         of.picture.count(told, self._method.ranks)
-        if running.gives:
+        if running.gives and self._shows_graph:
             of.picture.conclude(running.missed, of.policy)
         if running.answers:
             self._note_answer(running.missed, told)

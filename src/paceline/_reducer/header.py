@@ -219,6 +219,11 @@ class Mailbox:
         kept.heard = True
         return kept.header.trouble or kept.header.late
 
+    def note_heard(self) -> None:
+        """Somebody was told whether a rank could not go on; weights may still be asked for."""
+        if self._kept is not None:
+            self._kept.heard = True
+
     def forget(self) -> None:
         """What was kept is known."""
         self._kept = None

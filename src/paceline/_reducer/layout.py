@@ -68,8 +68,12 @@ class Layout:
     @property
     def narrow(self) -> bool:
         """Whether gradients travel in 16 bits, where a number of tokens would overflow."""
-        kinds = {self.policy.dtype or local(p).dtype for p in self.params}
-        return any(kind.itemsize < 4 for kind in kinds)
+        return any(self._travels_as(param).itemsize < 4 for param in self.params)
+
+    def _travels_as(self, param: nn.Parameter) -> torch.dtype:
+        """The type of a gradient in its bucket; complex ones, which nobody casts, keep theirs."""
+        dtype = local(param).dtype
+        return dtype if dtype.is_complex else self.policy.dtype or dtype
 
     # -- plans --------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Layout:
 
     def carries_header(self, numbers: Sequence[int]) -> bool:
         """Whether a header fits behind these parameters' gradients."""
-        dtype = self.policy.dtype or local(self.params[numbers[0]]).dtype
+        dtype = self._travels_as(self.params[numbers[0]])
         return not self.scattered and not self._sparse[numbers[0]] and header.can_ride(dtype)
 
     def _allocate(
@@ -155,7 +159,7 @@ class Layout:
             numbers,
             params,
             group,
-            dtype=self.policy.dtype,
+            dtype=self._travels_as(params[0]),
             lends=self.policy.grads_are_views,
             extra=extra,
             lazy=self.policy.lazy,

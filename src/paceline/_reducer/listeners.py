@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.tensors import forget_empty_hooks
+from .._torch.tensors import forget_empty_hooks, late_hooks_of
 from . import unseen
 from .layout import last_times
 from .plan import triggers
@@ -134,6 +134,16 @@ class Listeners:
         self._take_off(announcing)
         self._all_behind = True
         self._announce(announcing)
+
+    def come_last(self) -> None:
+        """Let hooks that others have put behind ours come first: ours take the gradient away."""
+        for number, handle in self._acting.items():
+            param = self._reducer.params[number]
+            hooks = late_hooks_of(param)
+            if handle.id in hooks and list(hooks)[-1] != handle.id:
+                actor = hooks[handle.id]
+                handle.remove()
+                self._acting[number] = listen(param, actor)
 
     def remove(self) -> None:
         """Stop listening."""

@@ -96,6 +96,7 @@ class Reducer(Facts):
         """
         self.retire()
         heir = Reducer(params, names, self.group, self.policy, sparse=sparse)
+        self.ledger.follow(self.params, heir.params)
         heir.ledger, heir.expected, heir.observers = self.ledger, self.expected, self.observers
         heir.mailbox = self.mailbox.successor()
         heir.finalization.continue_from(self.finalization)

@@ -138,6 +138,8 @@ class Runner:
         if not of.listeners:  # nothing was averaged until there were weights
             of.listeners.learn()
         due = of.expected.wanted()
+        if due:
+            of.listeners.come_last()
         if of.ledger.weighs:
             of.ledger.begin(of.params)
         elif not due:
@@ -339,17 +341,12 @@ class Runner:
         of = self._of
         if not of.averages:
             return
-        explicit = of.ledger.explicit
-        if of.ledger.owes(of.params):  # nothing is added to what was gathered
-            of.ledger.explicit = 0.0
-        try:
-            with torch.no_grad():
-                self.make_good()
-                self.current = None
-                self.enter(role)
-                self.finish()
-        finally:
-            of.ledger.explicit = explicit
+        owes = of.ledger.owes(of.params)  # then nothing is added to what was gathered
+        with torch.no_grad(), of.ledger.counting_as(0.0 if owes else of.ledger.explicit):
+            self.make_good()
+            self.current = None
+            self.enter(role)
+            self.finish()
 
     def end_early(self) -> None:
         """End the pass that runs now, or stand in for it if it has not begun."""
@@ -371,14 +368,12 @@ class Runner:
         held = [None if param.grad is None else param.grad.clone() for param in of.params]
         for param in of.params:
             param.grad = None
-        explicit, of.ledger.explicit = of.ledger.explicit, None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), of.ledger.counting_as(None):
                 running = self._halfway() or self.enter(Role.STANDING_IN)
                 running.role, running.trouble = Role.STANDING_IN, trouble
                 self.finish()
         finally:
-            of.ledger.explicit = explicit
             for param, grad in zip(of.params, () if take else held, strict=not take):
                 param.grad = grad
         return of.mailbox.told

@@ -13,7 +13,8 @@ stays what it is, whatever they add to it; what differs is equal afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,20 @@ class Ledger:
     def weight(self) -> float:
         """Of the pass that runs."""
         return 1.0 if self.explicit is None else self.explicit
+
+    @contextmanager
+    def counting_as(self, weight: float | None) -> Iterator[None]:
+        """Let the pass inside count as ``weight``, whatever the user said.
+
+        That holds again afterwards, unless it was for one pass only and this pass has ended it.
+        """
+        explicit, once = self.explicit, self.once
+        self.explicit = weight
+        try:
+            yield
+        finally:
+            if self.once or not once:
+                self.explicit = explicit
 
     def begin(self, params: Sequence[nn.Parameter]) -> None:
         """Put aside what ``.grad`` holds; before any gradient of the pass arrives."""
@@ -200,10 +215,25 @@ class Ledger:
         self.forget()
 
     def cancel(self, params: Sequence[nn.Parameter]) -> None:
-        """No gradient came after all: put back what was put aside."""
-        for number, grad in (*self.gathered.items(), *self.base.items()):
+        """No gradient came after all: the next pass finds everything as this one did."""
+        aside = self.gathered if self.total else self.base
+        for number, grad in aside.items():
             params[number].grad = grad
-        self.gathered, self.base, self.open = {}, {}, False
+        if not self.total:
+            self.base = {}
+        self.gathered, self.open = {}, False
+
+    def follow(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
+        """Other parameters are trained from now on: what is known of each stays with it.
+
+        What was put aside for one that is trained no more comes back.
+        """
+        places = {id(param): number for number, param in enumerate(after)}
+        moved = {n: places[id(param)] for n, param in enumerate(before) if id(param) in places}
+        self._put_back({n: grad for n, grad in self.base.items() if n not in moved}, before)
+        self.base = {moved[n]: grad for n, grad in self.base.items() if n in moved}
+        self._under = {moved[n]: grad for n, grad in self._under.items() if n in moved}
+        self._versions = {moved[n]: seen for n, seen in self._versions.items() if n in moved}
 
     def _put_back(self, aside: dict[int, Tensor], params: Sequence[nn.Parameter]) -> None:
         for number, grad in aside.items():

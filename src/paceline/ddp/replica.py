@@ -349,6 +349,13 @@ class Replica:
     def samples(self, count: float) -> SampleCount:
         """Let the next pass, or those inside the context, count as ``count`` samples."""
         self.reducer.finalization.refuse_pending("the weight of the next pass")
+        if self.companions:
+            raise ModuleStateError(
+                f"rank {self.group.rank()}: ddp.samples() was called, and the parameters in "
+                "delay_all_reduce_named_params are averaged without weights. Other ranks wait for "
+                "this one in their next backward pass.",
+                "Remove delay_all_reduce_named_params, or do not call ddp.samples().",
+            )
         ledger = self.reducer.ledger
         if ledger.is_buried(self.reducer.params):
             raise MixedPassesError(self.group.rank())

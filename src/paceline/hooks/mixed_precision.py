@@ -31,6 +31,8 @@ def _reducer_allreduce_and_upcast_hook(
     ddp, buffer = hook_state.ddp_weakref(), bucket.buffer()
     precision = ddp.mixed_precision
     dtype = (precision and (precision.reduce_dtype or precision.param_dtype)) or buffer.dtype
+    if buffer.is_complex():  # nobody casts what is complex
+        dtype = buffer.dtype
 
     def restore(future: Future[Tensor]) -> Tensor:
         return buffer if dtype == buffer.dtype else buffer.copy_(future.value())
