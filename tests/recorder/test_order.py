@@ -1,7 +1,10 @@
 """Calls of equal kind and size that ranks make in another order: told once, with both lines."""
 
+import gc
+from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -16,10 +19,13 @@ from paceline.recorder import events
 from paceline.recorder.account import Told
 from paceline.recorder.comparing import Comparing
 from paceline.recorder.order import Log, Made, Pairing, Swap, log_of, made
+from paceline.recorder.peers import LEFT_TOLD, Peers
+from paceline.recorder.places import Address
 from paceline.recorder.watch import watch
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 from tests.recorder.patience import be_patient
+from tests.waiting import until
 
 DEADLINE = 180.0
 SUM = "all_reduce SUM of float32[4]"
@@ -259,6 +265,60 @@ def test_a_short_program_is_told_before_it_ends(
 ) -> None:
     spawn_ranks(2, swap_in_process, backend, end, deadline=DEADLINE)
     assert len(said(capfd.readouterr().err)) == 1
+
+
+def drop_in_process(meeting: Meeting, backend: str, first: int) -> None:
+    """Swap calls and drop the group; rank ``first`` ends last, long after it has dropped it."""
+    be_patient(PATIENCE)
+    store, group = meeting.store(), meeting.new_group(backend)
+    with mock.patch.object(watch.comparing, "look"):  # as if it had just looked
+        swap_in_lines(group)
+        del group
+        gc.collect()
+        if meeting.rank == first:
+            watch.wake()
+            assert until(lambda: watch._thread is None)
+            store.set("it has dropped the group", "")
+            store.get("the other has ended")
+        else:
+            store.get("it has dropped the group")
+            watch.end()
+            store.set("the other has ended", "")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
+def test_a_swap_is_told_though_a_rank_drops_the_group_and_goes_on(
+    backend: str, first: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spawn_ranks(2, drop_in_process, backend, first, deadline=DEADLINE)
+    assert len(said(capfd.readouterr().err)) == 1
+
+
+def test_a_rank_hears_and_answers_until_it_has_left_its_group() -> None:
+    stopped: list[bool] = []
+
+    def take_leave(_board: events.Board) -> None:
+        stopped.append(watch._stop_if_idle())  # as the recorder's thread does at any time
+
+    with mock.patch.object(watch.peers, "take_leave", take_leave):
+        run_ranks(2, lambda group: group.barrier())
+    assert stopped == [False, False]
+
+
+def test_a_rank_that_leaves_tells_the_one_that_compares_its_calls() -> None:
+    size, peers = 200, Peers()
+    board = SimpleNamespace(number=1, rank=100, size=size)
+    store = mock.Mock()
+    store.get = lambda key: msgspec.msgpack.encode(an_address(key.rpartition("/")[2]))
+    peers._stores[1], peers._turns[1] = store, 1
+    peers.look_up(board)
+    told = [address.process for address in peers._some(board, 0.0)]
+    assert told == ["99", *(str(rank) for rank in range(101, 100 + LEFT_TOLD))]
+
+
+def an_address(process: str) -> Address:
+    return Address(process, "", 0, b"", "machine", "network", 1)
 
 
 def test_a_long_program_is_told_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:

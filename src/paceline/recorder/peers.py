@@ -136,7 +136,7 @@ class Peers:
         if store is None or turn is None:
             return
         known = self._known.setdefault(board.number, {})
-        order = sorted(range(board.size), key=lambda rank: (rank - board.rank) % board.size)
+        order = _nearest_first(board, range(board.size))
         wanted = {0, *order[:ASKED_AT_MOST]} - {board.rank}
         for rank in wanted - known.keys():
             with contextlib.suppress(RuntimeError, OSError, msgspec.DecodeError):
@@ -181,9 +181,9 @@ class Peers:
             channel.tell(address, msgspec.msgpack.encode(Letter(address.board, *own, **said)))
 
     def _some(self, board: events.Board, seconds: float, far: int = LEFT_TOLD) -> list[Address]:
-        """The next ranks after this one that are other processes; ``far`` of them by TLS."""
+        """The nearest ranks that are other processes; ``far`` of them by TLS."""
         known = self.known(board, seconds)
-        order = sorted(known, key=lambda rank: (rank - board.rank) % board.size)
+        order = _nearest_first(board, known)
         others = [known[rank] for rank in order if known[rank].process != self.process]
         led = [one for one in others if is_far(one)]
         return [one for one in others if one not in led[far:]][:LEFT_TOLD]
@@ -358,6 +358,11 @@ class Peers:
         if self._listener is not None:
             self._listener.drop()
         self.reset()
+
+
+def _nearest_first(board: events.Board, ranks: Iterable[int]) -> list[int]:
+    """The rank before this one, which compares its calls with this one's; then those after."""
+    return sorted(ranks, key=lambda rank: (rank - board.rank + 1) % board.size)
 
 
 def meeting_host(store: Any) -> str:

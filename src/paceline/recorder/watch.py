@@ -61,6 +61,7 @@ class Watch:
         self._looking = threading.Lock()
         self._mark: events.Entry | None = None  # the latest entry that was looked at
         self._running: list[events.Entry] = []
+        self._open: dict[int, events.Board] = {}  # of groups that have not been left, by number
         self._fresh: list[events.Board] = []  # whose peers have not been looked up yet
         self._warned: dict[int, events.Entry] = {}  # by board
         self._ending: Finalize | None = None
@@ -80,6 +81,7 @@ class Watch:
         if board.size < 2 or not board.peers:
             return
         with self._lock:
+            self._open[board.number] = board
             self.peers.publish(board)
             if board.announced:
                 board.tell = self.peers.announce
@@ -93,19 +95,37 @@ class Watch:
 
     def closed(self, board: events.Board) -> None:
         """A group has ended."""
-        self.peers.take_leave(board)
-        with contextlib.suppress(Exception):
-            self.comparing.compare(board)
+        self._leave(board)
         thread = self._thread
         if self._stop_if_idle() and thread is not None:
             self.wake()
             if thread is not threading.current_thread():
                 thread.join(LAST_LOOK)
 
+    def _leave(self, board: events.Board) -> None:
+        """Tell the peers that this rank comes no more, and compare its last calls."""
+        try:
+            with contextlib.suppress(Exception):
+                self.peers.take_leave(board)
+            with contextlib.suppress(Exception):
+                self.comparing.compare(board)
+        finally:
+            self._open.pop(board.number, None)
+
+    def _leave_dropped(self) -> None:
+        """Leave the groups that nobody has shut down, but that are no more."""
+        for board in list(self._open.values()):
+            if board.group() is None and not board.closed:
+                self._leave(board)
+
     def _stop_if_idle(self) -> bool:
-        """Stop the thread and close the port once there are no groups any more."""
+        """Stop the thread and close the port once all groups have been left.
+
+        Not as soon as they are gone: until a rank has compared its calls it has to hear what others
+        say when they leave, and until it has said so itself it has to answer them.
+        """
         with self._lock:
-            if any(_alive(board) for board in list(events.boards.values())):
+            if any(number in events.boards for number in list(self._open)):
                 return False
             if self.explanations.under_way:  # its end calls this again
                 return False
@@ -120,13 +140,14 @@ class Watch:
     def end(self) -> None:
         """The process ends: explain what failed, save what is to be saved, and take leave."""
         self.explanations.finish(AT_EXIT)
-        with contextlib.suppress(Exception):
-            for board in [board for board in list(events.boards.values()) if not board.closed]:
+        for board in [board for board in list(events.boards.values()) if not board.closed]:
+            with contextlib.suppress(Exception):
                 self.comparing.compare(board)
         if directory := os.environ.get(RECORD):
             _save(directory)
         with contextlib.suppress(Exception):
             self.peers.part()
+        self._open.clear()
         thread, self._thread = self._thread, None
         self.wake()
         if thread is not None and thread is not threading.current_thread():
@@ -141,6 +162,7 @@ class Watch:
             self._wake.clear()
             with contextlib.suppress(Exception):  # it must not end, nor harm the rank
                 self.look()
+            self._leave_dropped()
             self._stop_if_idle()
 
     def tick(self) -> float:
