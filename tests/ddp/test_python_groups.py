@@ -16,9 +16,16 @@ from torch.futures import Future
 
 from paceline import DistributedDataParallel as DDP
 from paceline import Group, Join, hooks
-from paceline.errors import RendezvousError, UnsupportedError, WaitTimeoutError
+from paceline.errors import (
+    CollectiveArgumentError,
+    RendezvousError,
+    UnsupportedError,
+    WaitTimeoutError,
+)
 from paceline.optim import ZeroRedundancyOptimizer
 from paceline.testing import run_ranks
+from tests.groups.test_unequal_ranks import check_means
+from tests.groups.test_what_is_given import keep_graphs
 from tests.waiting import until
 
 # Works, as they are found in the world. Each is made of the result and of the group.
@@ -465,6 +472,53 @@ def test_every_collective_is_put_together_from_three(make_work: Callable[..., An
         assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(3)]
 
     run_ranks(3, one_rank)
+
+
+class Scattering(Minimal):
+    """Scatters sums itself, in torch's arithmetic, so shapes and types have to fit."""
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: c10d.ReduceScatterOptions
+    ) -> Any:
+        total = torch.stack(inputs[0])
+        self.carrier.all_reduce(total)
+        torch.add(total[self.rank()], 0, out=outputs[0])
+        return self._done("reduce_scatter", outputs)
+
+
+@pytest.mark.parametrize("kind", [Minimal, Elsewhere, Scattering])
+def test_a_mean_of_integers_does_not_overflow_over_such_a_group(kind: type[Minimal]) -> None:
+    def one_rank(carrier: Group) -> None:
+        group = Group.wrap(kind(carrier))
+        check_means(group)
+        part = torch.empty(2, 3, dtype=torch.int8)
+        group.reduce_scatter(
+            part, [torch.full((2, 3), 100, dtype=torch.int8)] * 2, dist.ReduceOp.AVG
+        )
+        assert part.eq(100).all()
+
+    run_ranks(2, one_rank)
+
+
+def test_a_mean_of_truth_values_or_of_the_widest_numbers_is_refused_before_it_is_sent() -> None:
+    def one_rank(carrier: Group) -> None:
+        inner = Minimal(carrier)
+        for dtype in (torch.bool, torch.uint64):
+            with pytest.raises(CollectiveArgumentError, match="AVG"):
+                Group.wrap(inner).all_reduce(torch.ones(2, dtype=dtype), dist.ReduceOp.AVG)
+        assert inner.calls == []
+
+    run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_work"),
+    [(Minimal, TimedWork), (Minimal, WorkWithoutFuture), (Elsewhere, TimedWork)],
+)
+def test_a_collective_over_such_a_group_is_no_step_of_autograd(
+    kind: type[Minimal], make_work: Callable[..., Any]
+) -> None:
+    run_ranks(2, lambda carrier: keep_graphs(Group.wrap(kind(carrier, make_work)), messages=False))
 
 
 class RankForgotten(Minimal):

@@ -87,6 +87,8 @@ class CallMaking(ProcessGroup):
             self._alive(kind)
         seconds = self._timeout if timeout is None else self._seconds(timeout)
         reduction = "" if op is None else reduction_of(op)
+        same, inputs = outputs is inputs, tuple(inputs)  # the caller may change a list meanwhile
+        outputs = inputs if same else tuple(outputs)
         call = Call(kind, inputs, outputs, reduction, root, tag, *splits, seconds)
         call.sequence, call.quiet = next(self._sequence), quiet
         if reduction == "premul_sum":
@@ -217,9 +219,10 @@ class CallMaking(ProcessGroup):
     ) -> None:
         """Before the first of them is sent: what is wrong with the last is wrong with all."""
         reduction = "" if op is None else reduction_of(op)
+        factor = factor_of(op) if reduction == "premul_sum" else None
         reduction = "sum" if reduction == "premul_sum" else reduction
         for kind, inputs, outputs in calls:
-            self._checker.check(Call(kind, inputs, outputs, reduction))
+            self._checker.check(Call(kind, inputs, outputs, reduction, factor=factor))
         if self._moves and calls:
             taken = [tensor for _, _, outputs in calls for tensor in outputs]
             refuse_shared(calls[0][0], taken, self._rank)

@@ -17,6 +17,9 @@ from .engine import REDUCING, Call, Engine
 
 _STRIDED = torch.strided
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+# All other kinds have exactly one input, or output.
+_INPUT_LISTS = frozenset({"scatter", "reduce_scatter", "all_to_all", "recv", "barrier"})
+_OUTPUT_LISTS = frozenset({"all_gather", "gather", "all_to_all", "send", "barrier"})
 
 
 class Checker:
@@ -26,6 +29,7 @@ class Checker:
         self._rank, self._size, self._engine = rank, size, engine
         self._devices = engine.capabilities.devices
         self._on_cpu = "cpu" in engine.capabilities.devices
+        self._only_on_cpu = engine.capabilities.devices == {"cpu"}
         self._known_good: set[tuple[torch.dtype, str]] = set()  # what the engine can reduce
 
     def check(self, call: Call) -> None:
@@ -34,6 +38,10 @@ class Checker:
         first = call.inputs[0] if call.inputs else call.outputs[0] if call.outputs else None
         if kind in _ROOTED and not 0 <= call.root < self._size:
             self._refuse(call, "root", f"a rank below {self._size}", str(call.root))
+        if len(call.inputs) != 1 and kind not in _INPUT_LISTS:
+            self._refuse(call, "input", "one tensor", f"a list of {len(call.inputs)}")
+        if len(call.outputs) != 1 and kind not in _OUTPUT_LISTS:
+            self._refuse(call, "output", "one tensor", f"a list of {len(call.outputs)}")
         for tensor in call.inputs:
             self._tensor(call, "input", tensor, first)
         if call.outputs is not call.inputs:
@@ -44,6 +52,8 @@ class Checker:
             pair = (first.dtype, call.reduction)
             if pair not in self._known_good:
                 self._reducible(call, *pair)
+            if call.factor is not None:
+                self._scalable(call, first.dtype, torch.result_type(first, call.factor))
         shape = self._SHAPES.get(kind)
         if shape is not None:
             shape(self, call)
@@ -57,8 +67,12 @@ class Checker:
             self._refuse(call, what, f"a tensor on {devices}", f"one on {tensor.device}")
         if tensor.layout is not _STRIDED:
             self._refuse(call, what, "a dense tensor", f"one with layout {tensor.layout}")
-        if first is not tensor and first is not None and tensor.dtype is not first.dtype:
+        if first is tensor or first is None:
+            return
+        if tensor.dtype is not first.dtype:
             self._refuse(call, what, f"dtype {first.dtype} as the others", str(tensor.dtype))
+        if not self._only_on_cpu and tensor.device != first.device:
+            self._refuse(call, what, f"device {first.device} as the others", str(tensor.device))
 
     def _reducible(self, call: Call, dtype: torch.dtype, reduction: str) -> None:
         if not self._engine.reduces(dtype, reduction):
@@ -67,6 +81,11 @@ class Checker:
                 call, "dtype", f"one that {backend} can reduce with {reduction.upper()}", str(dtype)
             )
         self._known_good.add((dtype, reduction))
+
+    def _scalable(self, call: Call, dtype: torch.dtype, product: torch.dtype) -> None:
+        if not torch.can_cast(product, dtype):
+            found = f"one that makes {product} of it"
+            self._refuse(call, "op", f"a factor that leaves {dtype} what it is", found)
 
     def _one_each(self, call: Call, what: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:
@@ -131,6 +150,25 @@ class Checker:
                 self._refuse(
                     call, what, f"a number of rows that {self._size} ranks divide", f"{rows} rows"
                 )
+        if not call.input_splits and not call.output_splits:
+            self._same_size(call, "output", call.outputs[0], call.inputs[0].numel())
+        elif self._engine.capabilities.peers:
+            self._same_own_part(call)
+
+    def _same_own_part(self, call: Call) -> None:
+        """Refuse what a rank can see by itself: it takes from itself all that it gives itself."""
+        given = self._own_part(call.inputs[0], call.input_splits)
+        taken = self._own_part(call.outputs[0], call.output_splits)
+        if given != taken:
+            expected = f"{given} elements from rank {self._rank} itself, as the input has"
+            self._refuse(call, "output", expected, f"{taken} ({list(call.outputs[0].shape)})")
+
+    def _own_part(self, tensor: Tensor, splits: Sequence[int]) -> int:
+        """How many elements of ``tensor`` go from this rank to itself."""
+        if not splits:
+            return tensor.numel() // self._size
+        rows = sum(splits)
+        return splits[self._rank] * (tensor.numel() // rows) if rows else 0
 
     def _peer(self, call: Call) -> None:
         what = "dst" if call.kind == "send" else "src"

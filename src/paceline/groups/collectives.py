@@ -97,7 +97,8 @@ class Collectives(CallMaking):
             total = torch.sparse_coo_tensor(
                 torch.cat(indices).t(), torch.cat(values), tensor.shape
             ).coalesce()
-        tensor.copy_(total / self._size if reduction == "avg" else total)
+        with torch.no_grad():
+            tensor.copy_(total / self._size if reduction == "avg" else total)
         return Finished((tensor,)).marked()
 
     def start_all_reduce(
@@ -441,9 +442,10 @@ class Collectives(CallMaking):
         """
         if opts is not None or type(timeout) in _OPTIONS:
             _, timeout, async_op = _read(opts or timeout, None, async_op)
-        splits = (input_split_sizes or (), output_split_sizes or ())
+        give = tuple(input_split_sizes) if input_split_sizes else ()
+        take = tuple(output_split_sizes) if output_split_sizes else ()
         return self.make_call(
-            "all_to_all_single", (input,), (output,), timeout, async_op, splits=splits
+            "all_to_all_single", (input,), (output,), timeout, async_op, splits=(give, take)
         )
 
     def send(
@@ -533,7 +535,7 @@ def _listed(tensor: Any, async_op: bool | None) -> tuple[Sequence[Tensor], bool]
 
 
 def _inner(tensors: Any) -> Sequence[Tensor]:
-    """torch nests lists for several devices in one process; there is one now."""
-    if tensors and isinstance(tensors[0], _LISTS):
+    """torch nests lists for several devices in one process; there is one now, and one list."""
+    if tensors and len(tensors) == 1 and isinstance(tensors[0], _LISTS):
         return tensors[0]
     return tensors or ()

@@ -66,8 +66,8 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType) -> str:
 
 def factor_of(op: ReduceOp) -> float | Tensor:
     """What a PREMUL_SUM multiplies by."""
-    state = op.__getstate__()  # type: ignore[attr-defined]
-    return state[1]  # type: ignore[no-any-return]
+    factor = op.__getstate__()[1]  # type: ignore[attr-defined]
+    return factor.reshape(()) if isinstance(factor, Tensor) else factor
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +90,8 @@ class Call:
     @property
     def nbytes(self) -> int:
         """The number of bytes that this rank contributes."""
-        return sum(t.nbytes for t in self.inputs)
+        inputs = self.inputs
+        return inputs[0].nbytes if len(inputs) == 1 else sum(t.nbytes for t in inputs)
 
 
 @dataclass(frozen=True)

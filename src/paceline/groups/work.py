@@ -106,7 +106,13 @@ class Work(TorchWork):
 
         ``room`` is memory of ours that the engine or ``action`` uses.
         """
-        self.finally_do(lambda error: action() if error is None else None)
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                with torch.no_grad():  # in whichever thread
+                    action()
+
+        self.finally_do(finish)
         return self.using(room)
 
     def using(self, room: Sequence[Tensor]) -> Self:

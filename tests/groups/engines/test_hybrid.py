@@ -34,6 +34,14 @@ from paceline.testing import Meeting, spawn_ranks
 from tests.groups import netns, reference
 from tests.groups.descriptors import open_files, still_open
 from tests.groups.test_unequal_ranks import check_means
+from tests.groups.test_what_is_given import (
+    SWAPPED,
+    change_lists,
+    keep_graphs,
+    move_conjugates,
+    refuse_other_sizes,
+    scale_halves,
+)
 
 TWO_AND_TWO, INTERLEAVED, ONE_AND_TWO, ONE_EACH = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1), (0, 1)
 TOGETHER = (0, 0)
@@ -374,6 +382,18 @@ def test_ranks_must_agree_on_the_options(hosts: Pair) -> None:
 
 def test_a_mean_of_integers_does_not_overflow_over_several_hosts(hosts: Pair) -> None:
     on_hosts(hosts, TWO_AND_TWO, check_means)
+
+
+@pytest.mark.parametrize("where", [TWO_AND_TWO, ONE_AND_TWO])
+def test_a_collective_over_several_hosts_is_no_step_of_autograd(hosts: Pair, where: Where) -> None:
+    on_hosts(hosts, where, keep_graphs, (1, SWAPPED, MEBI))
+
+
+@pytest.mark.parametrize("check", [refuse_other_sizes, move_conjugates, change_lists, scale_halves])
+def test_tensors_and_lists_are_taken_as_they_are_given(
+    hosts: Pair, check: Callable[[Group], None]
+) -> None:
+    on_hosts(hosts, ONE_EACH, check)
 
 
 # -- ranks that are lost ----------------------------------------------------------------------

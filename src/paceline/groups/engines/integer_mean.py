@@ -30,7 +30,7 @@ def as_sum(call: Call, rank: int, size: int) -> tuple[Call, Callable[[], None]]:
     rows = size if call.kind == "reduce_scatter_single" else 1
     inputs = [_parts(t, size, rows) if wide else t.to(torch.int64) for t in call.inputs]
     kept = call.kind in ("all_reduce", "reduce")
-    outputs = inputs if kept else [_room(t, 2 if wide else 1) for t in call.outputs]
+    outputs = inputs if kept else [_room(t, wide) for t in call.outputs]
     instead = dataclasses.replace(call, inputs=inputs, outputs=outputs, reduction="sum")
 
     def finish() -> None:
@@ -55,8 +55,8 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
     return total.div(size, rounding_mode="trunc").to(dtype)
 
 
-def _room(like: Tensor, times: int) -> Tensor:
-    return torch.empty(times * like.numel(), dtype=torch.int64, device=like.device)
+def _room(like: Tensor, wide: bool) -> Tensor:
+    return like.new_empty(2 * like.numel() if wide else like.shape, dtype=torch.int64)
 
 
 def _parts(tensor: Tensor, size: int, rows: int) -> Tensor:

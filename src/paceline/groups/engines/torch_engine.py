@@ -109,7 +109,8 @@ class TorchEngine:
     def _each_broadcasts(self, call: Call) -> TorchWork:
         """Tensors of unequal sizes: every rank sends its own to all."""
         rank = self.inner.rank()
-        call.outputs[rank].copy_(call.inputs[0].view_as(call.outputs[rank]))
+        with torch.no_grad():
+            call.outputs[rank].copy_(call.inputs[0].view_as(call.outputs[rank]))
         works = [self._broadcast_one(t, root, call) for root, t in enumerate(call.outputs)]
         return Together(works, call.outputs, self.watcher)
 

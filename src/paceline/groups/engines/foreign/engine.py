@@ -26,6 +26,7 @@ from ...._torch.c10d import is_served
 from ....errors import RendezvousError, UnsupportedError
 from ...engine import COMBINE, TORCH_OPS, Call, Capabilities
 from ...work import Together, Watcher, Work
+from .. import integer_mean
 from .work import ForeignWork, as_real, overrides
 
 _O = TypeVar("_O")
@@ -52,6 +53,7 @@ class ForeignEngine:
         if call.kind == "recv" and call.root < 0:
             call.root = work.source_rank()
 
+    @torch.no_grad()
     def start(self, call: Call) -> Work:
         if self.inner not in _counted and call.kind not in ("send", "recv"):
             self._count_ranks(call)
@@ -109,14 +111,14 @@ class ForeignEngine:
 
     def _average(self, call: Call) -> Work:
         """A sum, divided beforehand: it may not fit 16 bits. Integers are divided afterwards."""
+        size = self.inner.size()
+        if integer_mean.applies(call):
+            instead, finish = integer_mean.as_sum(call, self.inner.rank(), size)
+            work = Together([self._START[call.kind](self, instead)], call.outputs, self.watcher)
+            return work.then_do(finish, *instead.inputs, *instead.outputs)
         call.reduction = "sum"
-        size, result = self.inner.size(), call.outputs[0]
-        if not (result.is_floating_point() or result.is_complex()):
-            work = Together([self._START[call.kind](self, call)], call.outputs, self.watcher)
-            kept = call.kind != "reduce" or call.root == self.inner.rank()
-            return work.then_do(lambda: result.div_(size, rounding_mode="trunc") if kept else None)
         if call.kind == "all_reduce":
-            result.div_(size)
+            call.outputs[0].div_(size)
         else:
             call.inputs = [t / size for t in call.inputs]
         return self._START[call.kind](self, call).using(call.inputs)
@@ -330,6 +332,8 @@ class ForeignEngine:
     # -- the rest -----------------------------------------------------------------------------
 
     def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        if reduction == "avg" and dtype in (torch.bool, torch.uint64):
+            return False
         return reduction not in _BITWISE or not dtype.is_floating_point
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,7 @@ class ForeignWork(Work):
         if reduced and self._future is not None:
             self._turn = threading.RLock()
 
+    @torch.no_grad()
     def _block(self, seconds: float | None) -> bool:
         if self._future is not None:
             if not _comes(self._future, seconds):

@@ -79,6 +79,7 @@ class GlooEngine(TorchEngine):
     def _pair_of(self, inner: ProcessGroup) -> Pair | None:
         return Pair(inner, self.watcher) if inner.size() == 2 else None
 
+    @torch.no_grad()
     def start(self, call: Call) -> TorchWork:
         if call.reduction:
             if integer_mean.applies(call):

@@ -80,7 +80,9 @@ def tell(row: list[int]) -> str:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of ``tensor`` as a flat tensor of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    # A single element is contiguous whatever its stride, which torch does not take for bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def pairs(call: Call, rank: int, size: int) -> tuple[list[Tensor], list[Tensor]]:

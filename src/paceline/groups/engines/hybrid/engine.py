@@ -213,7 +213,8 @@ class HybridEngine:
                 self._rank, call.kind, call.sequence, (self._rank,), aborted=True
             )
         try:
-            return step()
+            with torch.no_grad():  # in whichever thread
+                return step()
         except (MismatchError, CollectiveArgumentError):
             raise  # on every rank alike, and nothing was moved
         except GroupError as error:
