@@ -387,6 +387,7 @@ def trained_alone(step: Step, total: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor's
 def test_a_replay_writes_to_whatever_the_step_writes_to() -> None:
     found = []
     for graph in (False, True):
@@ -408,6 +409,7 @@ def test_a_replay_writes_to_whatever_the_step_writes_to() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor's
 def test_random_numbers_of_the_cpu_are_drawn_in_every_step() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x) * torch.rand(())).square().mean()
@@ -433,6 +435,7 @@ def _(x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor's
 def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean() + 0.0 * stops(x.detach()).sum()
