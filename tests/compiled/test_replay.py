@@ -20,7 +20,7 @@ import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
 from paceline._reducer import RepeatedExchange
-from paceline.compiled import Step, train_step
+from paceline.compiled import Step, replay, train_step
 from paceline.compiled.replay import GRAPHS, IN_USE, TRIAL, WARM_UP, Captured, Replays, Trial, _own
 from paceline.compiled.wire import Wire
 from paceline.errors import NotCapturedError, PeerError
@@ -287,6 +287,34 @@ def test_memory_that_moved_is_captured_anew(group: Group) -> None:
     torch.testing.assert_close(list(step.ddp.module.parameters()), eager(batches(8), [0.1] * 8))
 
 
+def test_memory_that_moves_all_the_time_is_not_captured_in_every_step(group: Group) -> None:
+    step, given = replayed(group), batches(WARM_UP + 9)
+    layer = step.ddp.module[0]
+    for x in given:
+        step(x)
+        with torch.no_grad():
+            layer.weight.data = layer.weight.data.clone()
+    assert step.replays is not None
+    assert step.replays.capture.captured == 2
+    weights = list(step.ddp.module.parameters())
+    torch.testing.assert_close(weights, eager(given, [0.1] * len(given)))
+
+
+def test_a_graph_keeps_its_trial_when_shapes_are_counted_anew(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "SHAPES", 2)
+    step = replayed(group, dynamic=True, asked=False)
+    assert step.replays is not None
+    train(step, batches(6))
+    (replayer,) = step.replays._replayers
+    (key,) = replayer._graphs
+    trial = replayer._trials[key]
+    train(step, [torch.randn(rows, 4) for rows in range(6, 12)])
+    assert replayer._trials[key] is trial
+    assert len(replayer._trials) <= 4
+
+
 def test_graphs_end_before_their_group_does(group: Group) -> None:
     step = replayed(group)
     train(step, batches(6))
@@ -525,7 +553,9 @@ class Clock:
         return other.at - self.at
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, without: float, replay: float) -> list[str]:
+def tried(
+    monkeypatch: pytest.MonkeyPatch, without: float, replay: float, warm_up: int = WARM_UP
+) -> list[str]:
     """What a trial says after each replay."""
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -535,7 +565,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, without: float, replay: float) -> lis
     def take(milliseconds: float) -> None:
         Clock.now += milliseconds
 
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         trial.time(trial.without, lambda: take(without))
     said = []
     for _ in range(TRIAL + 3):
@@ -546,6 +576,12 @@ def tried(monkeypatch: pytest.MonkeyPatch, without: float, replay: float) -> lis
 
 def test_a_graph_that_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, 10.0, 4.0) == [""] * (TRIAL + 3)
+
+
+def test_a_graph_whose_steps_without_were_not_timed_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tried(monkeypatch, 10.0, 9.9, warm_up=1) == [""] * (TRIAL + 3)
 
 
 def test_a_graph_that_is_not_quicker_is_dropped_once_with_both_times(

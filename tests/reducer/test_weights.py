@@ -247,6 +247,19 @@ def test_a_pass_that_did_not_come_leaves_what_was_gathered_on_top_of_what_was_he
     assert [value_of(param) for param in params] == [6.0 + 12.0 + 6.0 * 100.0, 6.0]
 
 
+@pytest.mark.parametrize("held", [None, 0.0])
+def test_half_a_pass_that_failed_is_no_part_of_what_was_gathered(held: float | None) -> None:
+    ledger, params = Ledger(explicit=3.0), parameters(1, 1)
+    params[0].grad = torch.ones(1)
+    params[1].grad = None if held is None else torch.full((1,), held)
+    run_pass(ledger, params, 2.0, None)  # the second is not reached
+    ledger.begin(params)
+    params[1].grad = torch.full((1,), 50.0)
+    ledger.cancel(params)
+    assert value_of(params[0]) == 6.0
+    assert params[1].grad is None
+
+
 def test_after_an_average_nothing_is_owed() -> None:
     ledger, params = Ledger(explicit=3.0, once=True), parameters(1)
     run_pass(ledger, params, 1.0)

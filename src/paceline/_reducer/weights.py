@@ -215,10 +215,10 @@ class Ledger:
         self.forget()
 
     def cancel(self, params: Sequence[nn.Parameter]) -> None:
-        """No gradient came after all: the next pass finds everything as this one did."""
+        """Nothing of the pass counts after all: the next one finds everything as this one did."""
         aside = self.gathered if self.total else self.base
-        for number, grad in aside.items():
-            params[number].grad = grad
+        for number, param in enumerate(params):
+            param.grad = aside.get(number)
         if not self.total:
             self.base = {}
         self.gathered, self.open = {}, False

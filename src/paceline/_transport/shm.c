@@ -397,7 +397,8 @@ EXPORT void pl_free(Engine *e) {
     while (!forked(e) && atomic_load(&e->state) != OPEN && atomic_load(&e->state) != ENDED) pause_briefly();
     if (!forked(e)) end_life(e);
     for (int r = 0; r < e->n; r++) {
-        if (e->incoming[r].open) free(e->incoming[r].stash);
+        /* in a child the thread that moved it may have been about to file it */
+        if (!forked(e) && e->incoming[r].open) free(e->incoming[r].stash);
         for (Stash *s = e->stash[r], *next; s; s = next) {
             next = s->next;
             free(s);

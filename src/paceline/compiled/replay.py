@@ -140,6 +140,7 @@ class Replayer:
         self._graphs: OrderedDict[object, StepGraph] = OrderedDict()  # by what is copied in
         self._runs: Counter[object] = Counter()
         self._trials: dict[object, Trial] = {}
+        self._moved: dict[object, int] = {}  # the call in which a graph's memory was elsewhere
         self._calls = 0
 
     def __call__(self, *arguments: Any) -> Any:
@@ -151,14 +152,15 @@ class Replayer:
         self._calls += 1
         if len(self._runs) > SHAPES:
             self._runs.clear()
-            self._trials.clear()
+            self._moved.clear()
+            self._trials = {k: t for k, t in self._trials.items() if k in self._graphs}
         trial = self._trials.setdefault(key, Trial(owner.device))
         graph = self._graphs.get(key)
         if graph is None or not graph.fits(arguments):
             self._runs[key] += 1
             if self._runs[key] <= WARM_UP:
                 return trial.time(trial.without, lambda: self._run(*arguments))
-            if graph is None and not self._has_room():
+            if not (self._has_room() if graph is None else self._may_move(key)):
                 return self._run(*arguments)
             graph = self._capture(key, arguments, lasting)
             if graph is None:
@@ -178,6 +180,14 @@ class Replayer:
         """End all graphs; others are captured if they are needed."""
         while self._graphs:
             self._graphs.popitem()[1].end()
+
+    def _may_move(self, key: object) -> bool:
+        """Whether to capture anew what has moved: not if it moves all the time."""
+        before = self._moved.get(key)
+        if before is not None and self._calls - before <= IN_USE:
+            return False
+        self._moved[key] = self._calls
+        return True
 
     def _has_room(self) -> bool:
         """Whether there is a place for another graph: to capture takes as long as many steps."""
@@ -386,7 +396,7 @@ class Trial:
 
     def objection(self) -> str:
         """What speaks against the graph, once enough is known."""
-        if len(self.replays) != TRIAL:
+        if len(self.replays) != TRIAL or len(self.without) < 2:
             return ""
         # The first of each are not counted: code is compiled, memory is cold.
         without, replay = (_median(times[1:]) for times in (self.without, self.replays))

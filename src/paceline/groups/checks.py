@@ -53,7 +53,7 @@ class Checker:
             if pair not in self._known_good:
                 self._reducible(call, *pair)
             if call.factor is not None:
-                self._scalable(call, first.dtype, torch.result_type(first, call.factor))
+                self._scalable(call, first, call.factor)
         shape = self._SHAPES.get(kind)
         if shape is not None:
             shape(self, call)
@@ -82,7 +82,8 @@ class Checker:
             )
         self._known_good.add((dtype, reduction))
 
-    def _scalable(self, call: Call, dtype: torch.dtype, product: torch.dtype) -> None:
+    def _scalable(self, call: Call, tensor: Tensor, factor: float | Tensor) -> None:
+        dtype, product = tensor.dtype, torch.result_type(tensor, factor)
         if not torch.can_cast(product, dtype):
             found = f"one that makes {product} of it"
             self._refuse(call, "op", f"a factor that leaves {dtype} what it is", found)
@@ -152,8 +153,14 @@ class Checker:
                 )
         if not call.input_splits and not call.output_splits:
             self._same_size(call, "output", call.outputs[0], call.inputs[0].numel())
-        elif self._engine.capabilities.peers:
+        elif self._is_judge(call):
             self._same_own_part(call)
+
+    def _is_judge(self, call: Call) -> bool:
+        """Whether nobody sees later, on all ranks alike, that parts do not fit."""
+        can = self._engine.capabilities
+        later = can.checks_agreement and self._size > 1 and call.inputs[0].is_cpu
+        return can.peers and not later
 
     def _same_own_part(self, call: Call) -> None:
         """Refuse what a rank can see by itself: it takes from itself all that it gives itself."""

@@ -319,6 +319,12 @@ MISMATCHES: dict[str, tuple[Collective, Collective, str, str]] = {
         "8 bytes between the two",
         "4 bytes between the two",
     ),
+    "splits for the rank itself": (
+        lambda g, n: g.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [2, 2, 2]),
+        lambda g, n: g.all_to_all_single(torch.ones(6), torch.ones(6), [2, 1, 3], [2, 2, 2]),
+        "",
+        "",
+    ),
 }
 
 
