@@ -280,23 +280,63 @@ def test_a_gradient_penalty_leaves_earlier_weighted_micro_steps_as_they_are(held
     assert run_ranks(2, one_rank) == [held + 2.0] * 2
 
 
-def test_a_backward_that_fails_in_no_sync_leaves_earlier_weighted_micro_steps_as_they_are() -> None:
+def fail_in_backward(ddp: DDP) -> None:
+    """A backward pass that raises behind the model."""
+
     def fail(_grad: torch.Tensor) -> None:
         raise ArithmeticError
 
+    x = torch.ones(1, 1, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        ddp(x).sum().backward()
+
+
+def test_a_backward_that_fails_in_no_sync_leaves_earlier_weighted_micro_steps_as_they_are() -> None:
     def one_rank(group: Group) -> float:
         ddp = DDP(line(), process_group=group)
         backward(ddp, 8.0)
         with ddp.no_sync(), ddp.samples(1):
             ddp(torch.ones(1, 1)).sum().backward()
-            x = torch.ones(1, 1, requires_grad=True)
-            x.register_hook(fail)
-            with pytest.raises(ArithmeticError):
-                ddp(x).sum().backward()
+            fail_in_backward(ddp)
         backward(ddp, 3.0, weight=1.0)
         return ddp.module.weight.grad.item()
 
     assert run_ranks(2, one_rank) == [10.0] * 2
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("held", [None, 8.0])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_steps_that_are_cleared_after_a_backward_that_failed_do_not_come_back(
+    set_to_none: bool, held: float | None, before: int
+) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        if held is not None:
+            backward(ddp, held)
+        with ddp.no_sync(), ddp.samples(1):
+            for _ in range(before):
+                ddp(torch.full((1, 1), 5.0)).sum().backward()
+            fail_in_backward(ddp)
+        ddp.zero_grad(set_to_none=set_to_none)
+        backward(ddp, 3.0, weight=1.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [3.0] * 2
+
+
+def test_a_count_for_one_pass_is_gone_after_a_backward_that_failed_in_no_sync() -> None:
+    def one_rank(group: Group) -> float:
+        ddp, rank = DDP(line(), process_group=group), group.rank()
+        with ddp.no_sync():
+            ddp.samples(1 + 2 * rank)
+            fail_in_backward(ddp)
+        ddp.zero_grad()
+        backward(ddp, 4.0 * rank)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [2.0] * 2
 
 
 def test_a_count_for_one_pass_is_gone_after_sync_grads() -> None:

@@ -234,6 +234,15 @@ class Runner:
                 return
         self.end()
 
+    def backward_failed(self, failed: Pass) -> None:
+        """Its backward pass raised. Where no rank waits for it, what was put aside is back now.
+
+        At once, so that the program finds it, and can clear it. Other passes: :meth:`make_good`.
+        """
+        if failed is self.current and not failed.has_begun and not failed.due:
+            self._end_unaveraged(failed, came=False)
+            self._of.ledger.use_up()
+
     def _end_unaveraged(self, ending: Pass, *, came: bool) -> None:
         ledger, params = self._of.ledger, self._of.params
         if ledger.open:
@@ -331,8 +340,8 @@ class Runner:
         if self.current.has_begun or self.current.due:
             with contextlib.suppress(PacelineError):
                 self.stand_in(trouble="its backward pass failed halfway")
-        else:
-            self._end_unaveraged(self.current, came=False)
+        else:  # a thread of autograd's has yet to tell backward_failed()
+            self.backward_failed(self.current)
 
     # -- passes without a backward ------------------------------------------------------------
 
@@ -394,3 +403,6 @@ class _Ending:
     def __call__(self) -> None:
         with torch.no_grad():
             self._runner.backward_ends(self._pass)
+
+    def __del__(self) -> None:
+        self._runner.backward_failed(self._pass)

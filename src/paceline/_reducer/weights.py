@@ -248,6 +248,10 @@ class Ledger:
 
     def _close(self) -> None:
         self.open = False
+        self.use_up()
+
+    def use_up(self) -> None:
+        """The pass that a weight was for has been, well or badly."""
         if self.once:
             self.explicit, self.once = None, False
 
