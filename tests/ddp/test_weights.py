@@ -26,7 +26,7 @@ def line() -> nn.Linear:
 def backward(ddp: DDP, value: float, weight: float | None = None) -> None:
     if weight is not None:
         ddp.samples(weight)
-    ddp(torch.full((1, 1), value)).sum().backward()
+    ddp(torch.full((1, 1), value, dtype=next(ddp.parameters()).dtype)).sum().backward()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -482,3 +482,75 @@ def test_weighted_micro_steps_around_freezing_or_thawing_keep_what_was_held(
     # the second: what was kept, and the mean of 2 and 2, 4 and 6
     expected = [(4.0 + 6.0) / 4 if thaws else kept + 2.0, kept + 3.5]
     assert run_ranks(2, one_rank) == [expected] * 2
+
+
+def freeze_only(model: nn.Sequential, number: int) -> None:
+    """Train the other layers from now on."""
+    for n, layer in enumerate(model):
+        layer.weight.requires_grad_(n != number)
+
+
+@pytest.mark.parametrize("kept", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_parameter_frozen_between_weighted_micro_steps_keeps_the_mean_of_this_rank(
+    dtype: torch.dtype, kept: float | None
+) -> None:
+    def one_rank(group: Group) -> tuple[list[float], list[float]]:
+        rank, model = group.rank(), nn.Sequential(line(), line()).to(dtype)
+        ddp = DDP(model, process_group=group)
+        if kept is not None:
+            backward(ddp, kept)
+        with ddp.no_sync():
+            backward(ddp, 1.0 + 2 * rank, weight=4.0)
+            backward(ddp, 2.0 + 2 * rank, weight=12.0)
+        freeze_only(model, 0)
+        backward(ddp, 2.0, weight=16.0)
+        at_rest = model[0].weight.grad.item()
+        model[0].weight.requires_grad_(True)
+        backward(ddp, 2.0, weight=16.0)  # averages what is held with what comes
+        return [at_rest, model[0].weight.grad.item()], [model[1].weight.grad.item()]
+
+    before = kept or 0.0
+    for rank, (first, second) in enumerate(run_ranks(2, one_rank)):
+        assert first == pytest.approx([before + 1.75 + 2 * rank, before + 2.75 + 2.0], rel=1e-3)
+        assert second == pytest.approx([before + 2.375 + 2.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_a_thawed_parameter_held_is_kept_beside_the_weighted_mean(
+    weighted: bool, cleared: bool
+) -> None:
+    def one_rank(group: Group) -> list[float]:
+        model = nn.Sequential(line(), line(), line())
+        ddp = DDP(model, process_group=group)
+        backward(ddp, 8.0, weight=1.0)
+        freeze_only(model, 0)
+        with ddp.no_sync():
+            backward(ddp, 2.0, weight=4.0 if weighted else None)
+        if cleared:
+            ddp.zero_grad()
+        freeze_only(model, 1)
+        backward(ddp, 4.0 + 2 * group.rank(), weight=4.0)
+        return [layer.weight.grad and layer.weight.grad.item() for layer in model]
+
+    count = 4.0 if weighted else 1.0
+    mean = 5.0 if cleared else (5.0 * 4 + 2.0 * count) / (4 + count)
+    thawed = 5.0 if cleared else 8.0 + 5.0 * 4 / (4 + count)
+    expected = [5.0, None, 5.0] if cleared else [thawed, 10.0, 8.0 + mean]
+    assert run_ranks(2, one_rank) == [pytest.approx(expected)] * 2
+
+
+def test_halves_of_a_model_that_take_turns_count_their_own_samples() -> None:
+    def one_rank(group: Group) -> list[float]:
+        rank, model = group.rank(), nn.Sequential(line(), line())
+        ddp = DDP(model, process_group=group)
+        backward(ddp, 8.0)
+        freeze_only(model, 1)
+        with ddp.no_sync():
+            backward(ddp, 1.0 + 2 * rank, weight=4.0)
+        freeze_only(model, 0)
+        backward(ddp, 2.0 + 2 * rank, weight=4.0)
+        return [layer.weight.grad.item() for layer in model]
+
+    assert run_ranks(2, one_rank) == [[9.0, 11.0], [11.0, 11.0]]

@@ -226,14 +226,44 @@ class Ledger:
     def follow(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
         """Other parameters are trained from now on: what is known of each stays with it.
 
-        What was put aside for one that is trained no more comes back.
+        One that is trained no more keeps the mean of its weighted passes, beside what was put
+        aside for it, as it keeps the sum of plain ones. What a thawed one holds was not weighted.
         """
         places = {id(param): number for number, param in enumerate(after)}
         moved = {n: places[id(param)] for n, param in enumerate(before) if id(param) in places}
-        self._put_back({n: grad for n, grad in self.base.items() if n not in moved}, before)
+        with torch.no_grad():
+            if self.owes(before):
+                self._release([n for n in range(len(before)) if n not in moved], before)
         self.base = {moved[n]: grad for n, grad in self.base.items() if n in moved}
         self._under = {moved[n]: grad for n, grad in self._under.items() if n in moved}
         self._versions = {moved[n]: seen for n, seen in self._versions.items() if n in moved}
+        if self.total and all(after[n].grad is None for n in moved.values()):
+            self._put_back(self.base, after)  # all that was gathered has left
+            self.forget_gathered()
+        self._take_in(sorted(set(range(len(after))).difference(moved.values())), after)
+
+    def _release(self, frozen: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+        """Make ``.grad`` of these what it would be without weights."""
+        for number in frozen:
+            grad = params[number].grad
+            if grad is not None:
+                scale = self.keeps if grad.dtype is torch.float16 else 1.0
+                local(grad).mul_(scale / self.total)
+            if number in self.base:
+                add_part(params[number], self.base.pop(number))
+
+    def _take_in(self, thawed: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+        """Know what these hold for what no pass since the last average has added to."""
+        for number in thawed:
+            grad = params[number].grad
+            if grad is None:
+                continue
+            if self.total:
+                self.base[number], params[number].grad = grad, None
+            elif self.plain and self.used:
+                self._under[number] = grad.clone()
+            elif self.plain:
+                self._buried = True
 
     def _put_back(self, aside: dict[int, Tensor], params: Sequence[nn.Parameter]) -> None:
         for number, grad in aside.items():
