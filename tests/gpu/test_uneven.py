@@ -83,6 +83,31 @@ def test_weighted_and_plain_passes_may_take_turns(scene: Scene) -> None:
 
 
 @on_ranks
+def test_weighted_passes_that_are_cleared_after_one_that_failed_do_not_come_back(
+    scene: Scene,
+) -> None:
+    def fail(_grad: Tensor) -> None:
+        raise ArithmeticError
+
+    model = stack(3, 5, 2)
+    ddp = DDP(scene.place(model), process_group=scene.group)
+    for step in range(50):  # on a GPU a thread of autograd's may be the one that tells
+        parts = batches(scene, SIZES[: scene.size], step)
+        mine = parts[scene.rank]
+        with ddp.samples(len(mine)):
+            with ddp.no_sync():
+                loss(ddp, mine + 1).backward()
+                failing = mine.clone().requires_grad_()
+                failing.register_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    loss(ddp, failing).backward()
+            ddp.zero_grad()
+            loss(ddp, mine).backward()
+        assert_same(grads(ddp), grads_alone(scene, model, parts), **EXACT)
+        ddp.zero_grad()
+
+
+@on_ranks
 @pytest.mark.parametrize("clears", [True, False], ids=["set to None", "zeroed"])
 def test_accumulated_weighted_passes_are_one_mean(scene: Scene, clears: bool) -> None:
     model = stack(3, 5, 2)

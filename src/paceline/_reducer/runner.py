@@ -341,7 +341,7 @@ class Runner:
             with contextlib.suppress(PacelineError):
                 self.stand_in(trouble="its backward pass failed halfway")
         else:  # a thread of autograd's has yet to tell backward_failed()
-            self.backward_failed(self.current)
+            self._end_unaveraged(self.current, came=False)
 
     # -- passes without a backward ------------------------------------------------------------
 

@@ -40,7 +40,8 @@ class Ledger:
     used: bool = False  # there were weighted passes
     _under: dict[int, Tensor] = field(default_factory=dict)  # what plain passes were added to
     _buried: bool = False  # they were added to something that nobody kept
-    _versions: dict[int, tuple[int, int]] = field(default_factory=dict)  # of .grad, as it was left
+    _thawed: set[int] = field(default_factory=set)  # no pass has added to what these hold
+    _versions: dict[nn.Parameter, tuple[int, int]] = field(default_factory=dict)  # .grad as left
 
     @property
     def weighs(self) -> bool:
@@ -74,13 +75,16 @@ class Ledger:
         self.plain, self.used = 0, True
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
-            self.gathered = self._without_base(held)
+            self.base |= {n: held[n].clone() for n in self._thawed & held.keys()}
+            self.gathered = self._without_base(
+                {n: grad for n, grad in held.items() if n not in self._thawed}
+            )
         else:  # in memory of its own: the pass will use that of the buckets
             self.keeps = 2.0 ** round(math.log2(self.weight)) if self.weight else 1.0
             self.base = {number: grad.clone() for number, grad in held.items()}
         for number in held:
             params[number].grad = None
-        self.open = True
+        self._thawed, self.open = set(), True
 
     def _without_base(self, held: dict[int, Tensor]) -> dict[int, Tensor]:
         """What was gathered, without what the plain passes among it were added to."""
@@ -101,27 +105,35 @@ class Ledger:
         """
         if not self.total:
             return False
-        cleared = self._is_cleared(params)
-        if cleared:
+        if self._is_cleared():
             self.forget_gathered()
-        return not cleared
+            return False
+        for held in self.base, self._under:
+            for number in [n for n in held if self._was_cleared(params[n])]:
+                del held[number]
+        return True
 
-    def _is_cleared(self, params: Sequence[nn.Parameter]) -> bool:
+    def _is_cleared(self) -> bool:
         """Whether nothing is left of what passes before left in ``.grad``."""
-        held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
-        changed = [g for n, g in held.items() if self._versions.get(n) != (id(g), version_of(g))]
-        return len(changed) == len(held) and not any(map(_is_something, changed))
+        return bool(self._versions) and all(map(self._was_cleared, self._versions))
+
+    def _was_cleared(self, param: nn.Parameter) -> bool:
+        """Whether passes before left something in this ``.grad`` that is there no more."""
+        if param not in self._versions or param.grad is None:
+            return param in self._versions
+        changed = self._versions[param] != (id(param.grad), version_of(param.grad))
+        return changed and not _is_something(param.grad)
 
     def forget_gathered(self) -> None:
         """Drop what weighted passes have accumulated."""
         self.total = 0.0
-        self.base, self._versions = {}, {}
+        self.base = {}
         self.forget_plain()
 
     def forget_plain(self) -> None:
         """Drop what is known of plain passes: they were averaged, or cleared."""
         self.plain = 0
-        self._under, self._buried = {}, False
+        self._under, self._thawed, self._buried, self._versions = {}, set(), False, {}
 
     def fold(self, number: int, param: nn.Parameter) -> None:
         """Make ``.grad`` the weighted sum of this pass and those before it."""
@@ -168,17 +180,19 @@ class Ledger:
 
         Behind the pass nobody can tell them apart, and what was there counts otherwise.
         """
-        if self.used and self.plain and self._is_cleared(params):
+        if self.used and self.plain and self._is_cleared():
             self.forget_plain()
-        if self.plain:
-            return
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
-        self._under = {n: grad.clone() for n, grad in held.items()} if self.used else {}
-        self._buried = bool(held) and not self.used
+        if self.plain:
+            self._under |= {n: held[n].clone() for n in self._thawed & held.keys()}
+        else:
+            self._under = {n: grad.clone() for n, grad in held.items()} if self.used else {}
+            self._buried = bool(held) and not self.used
+        self._thawed = set()
 
     def is_buried(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether plain passes were added to something, and nobody can tell them apart now."""
-        if self.plain and self._buried and self._is_cleared(params):
+        if self.plain and self._buried and self._is_cleared():
             self.forget_plain()
         return bool(self.plain) and self._buried
 
@@ -188,8 +202,8 @@ class Ledger:
         self._note_versions(params)
 
     def _note_versions(self, params: Sequence[nn.Parameter]) -> None:
-        held = ((n, p.grad) for n, p in enumerate(params))
-        self._versions = {n: (id(g), version_of(g)) for n, g in held if g is not None}
+        held = ((p, p.grad) for p in params)
+        self._versions = {p: (id(g), version_of(g)) for p, g in held if g is not None}
 
     @property
     def counts(self) -> bool:
@@ -221,6 +235,9 @@ class Ledger:
             param.grad = aside.get(number)
         if not self.total:
             self.base = {}
+            self._versions = {}
+        else:
+            self._note_versions(params)
         self.gathered, self.open = {}, False
 
     def follow(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
@@ -231,39 +248,31 @@ class Ledger:
         """
         places = {id(param): number for number, param in enumerate(after)}
         moved = {n: places[id(param)] for n, param in enumerate(before) if id(param) in places}
-        with torch.no_grad():
-            if self.owes(before):
-                self._release([n for n in range(len(before)) if n not in moved], before)
+        frozen = [n for n in range(len(before)) if n not in moved]
+        if self.plain and self._is_cleared():
+            self.forget_plain()
+        if self.owes(before):
+            self._release([n for n in frozen if n not in self._thawed], before)
+        if not moved:  # nothing is trained any more of what these passes were for
+            self.forget_gathered()
         self.base = {moved[n]: grad for n, grad in self.base.items() if n in moved}
         self._under = {moved[n]: grad for n, grad in self._under.items() if n in moved}
-        self._versions = {moved[n]: seen for n, seen in self._versions.items() if n in moved}
-        if self.total and all(after[n].grad is None for n in moved.values()):
-            self._put_back(self.base, after)  # all that was gathered has left
-            self.forget_gathered()
-        self._take_in(sorted(set(range(len(after))).difference(moved.values())), after)
+        self._thawed = {moved[n] for n in self._thawed if n in moved}
+        if self.total or self.plain:
+            self._thawed.update(set(range(len(after))).difference(moved.values()))
 
+    @torch.no_grad()
     def _release(self, frozen: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Make ``.grad`` of these what it would be without weights."""
         for number in frozen:
-            grad = params[number].grad
-            if grad is not None:
-                scale = self.keeps if grad.dtype is torch.float16 else 1.0
-                local(grad).mul_(scale / self.total)
+            param = params[number]
+            if param.grad is not None:
+                scale = self.keeps if param.grad.dtype is torch.float16 else 1.0
+                local(param.grad).mul_(scale / self.total)
             if number in self.base:
-                add_part(params[number], self.base.pop(number))
-
-    def _take_in(self, thawed: Sequence[int], params: Sequence[nn.Parameter]) -> None:
-        """Know what these hold for what no pass since the last average has added to."""
-        for number in thawed:
-            grad = params[number].grad
-            if grad is None:
-                continue
-            if self.total:
-                self.base[number], params[number].grad = grad, None
-            elif self.plain and self.used:
-                self._under[number] = grad.clone()
-            elif self.plain:
-                self._buried = True
+                add_part(param, self.base.pop(number))
+            if param in self._versions and param.grad is not None:
+                self._versions[param] = id(param.grad), version_of(param.grad)
 
     def _put_back(self, aside: dict[int, Tensor], params: Sequence[nn.Parameter]) -> None:
         for number, grad in aside.items():
