@@ -36,7 +36,8 @@ def train(params: list[nn.Parameter]) -> None:
 
 def test_buckets_come_first_then_the_end_of_the_pass_then_the_averages() -> None:
     params, seen = some_params(), []
-    note_all(reducer_of(params).observers, seen)
+    reducer = reducer_of(params)  # held: its parameters do not keep it
+    note_all(reducer.observers, seen)
     train(params)
     assert seen == ["bucket 0", "end", "averages"]
 
@@ -58,7 +59,8 @@ def test_a_pass_that_fails_is_told_of_once_and_left_no_gradients() -> None:
 
 def test_a_handle_takes_its_callback_out_even_while_it_is_called() -> None:
     params, seen = some_params(), []
-    observers = reducer_of(params).observers
+    reducer = reducer_of(params)  # held: its parameters do not keep it
+    observers = reducer.observers
 
     def once(done: Pass) -> None:
         handle.remove()
