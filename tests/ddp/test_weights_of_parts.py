@@ -236,11 +236,10 @@ def test_samples_count_on_a_rank_whose_graph_did_not_reach_what_is_trained_on(
     assert run_ranks(2, one_rank) == [(2.0 * 4 + 6.0 * 8) / 16] * 2
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("weighted", "in_place"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("freezes", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
 def test_one_parameter_that_is_cleared_does_not_get_back_what_it_held_before(
-    weighted: bool, freezes: bool, in_place: bool
+    freezes: bool, weighted: bool, in_place: bool
 ) -> None:
     def one_rank(group: Group) -> list[float | None]:
         model = layers(2)
@@ -258,6 +257,151 @@ def test_one_parameter_that_is_cleared_does_not_get_back_what_it_held_before(
     if freezes:
         cleared = 0.0 if in_place else None
     assert run_ranks(2, one_rank) == [[cleared, 5.0]] * 2
+
+
+class Beside(nn.Module):
+    """Two layers, each of which gets its own input as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[0](x[:, :1]) + self.parts[1](x[:, 1:])
+
+
+@pytest.mark.parametrize("dead_on", [(0,), (0, 1)])
+@pytest.mark.parametrize("averaged_by", ["backward", "sync_grads"])
+def test_a_gradient_of_zero_that_is_clipped_is_not_taken_for_one_that_was_cleared(
+    averaged_by: str, dead_on: tuple[int, ...]
+) -> None:
+    def one_rank(group: Group) -> list[float | None]:
+        def step(first: float, second: float, weight: float) -> None:
+            ddp.samples(weight)
+            ddp(torch.tensor([[first, second]])).sum().backward()
+
+        model = Beside()
+        ddp = DDP(model, process_group=group)
+        step(8.0, 8.0, 1)
+        with ddp.no_sync():
+            step(0.0 if group.rank() in dead_on else 3.0, 3.0, 4)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        if averaged_by == "backward":
+            step(0.0, 3.0, 4)
+        else:
+            ddp.sync_grads()
+        return held(model.parts)
+
+    count = 16 if averaged_by == "backward" else 8
+    expected = [8.0 + 3.0 * 4 * (2 - len(dead_on)) / count, 11.0]
+    assert run_ranks(2, one_rank) == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("weight", [4.0, None])
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_frozen_parameter_still_holds_keeps_no_passes_that_were_cleared(
+    late: bool, weight: float | None, in_place: bool
+) -> None:
+    def one_rank(group: Group) -> float:
+        model = layers(2)
+        ddp = DDP(model, process_group=group)
+        backward(ddp, 8.0, weight=1.0)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            backward(ddp, 1.0 + 2 * group.rank(), weight=weight)
+        if not late:
+            clear(model[1], in_place)
+        freeze_only(model, 0)
+        ddp.samples(4)
+        out = ddp(torch.full((1, 1), 5.0))
+        if late:
+            clear(model[1], in_place)
+        out.sum().backward()
+        return model[1].weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [5.0] * 2
+
+
+def test_a_count_is_taken_after_passes_that_froze_or_were_cleared_without_one() -> None:
+    def one_rank(group: Group) -> float:
+        model = layers(2)
+        ddp = DDP(model, process_group=group)
+        backward(ddp, 8.0)
+        with ddp.no_sync():
+            backward(ddp, 1.0)  # on top of an average, which nobody kept
+        freeze_only(model, 0)
+        out = ddp(torch.full((1, 1), 5.0))
+        clear(model[1])
+        ddp.samples(4)
+        out.sum().backward()
+        return model[1].weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [5.0] * 2
+
+
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("kept", [None, 8.0])
+def test_a_parameter_that_thaws_before_the_average_has_its_samples_in_it(
+    kept: float | None, between: int
+) -> None:
+    def one_rank(group: Group) -> list[float | None]:
+        model = layers(2)
+        ddp = DDP(model, process_group=group)
+        if kept is not None:
+            backward(ddp, kept)
+        with ddp.no_sync():
+            backward(ddp, 2.0, weight=4.0)
+            freeze_only(model, 0)
+            for _ in range(between):
+                backward(ddp, 2.0, weight=4.0)
+            ddp(torch.ones(1, 1))
+        model[0].weight.requires_grad_(True)
+        backward(ddp, 4.0, weight=4.0)
+        return held(model)
+
+    count, before = 8 + 4 * between, kept or 0.0
+    expected = [before + (8 + 16) / count, before + (8 + 8 * between + 16) / count]
+    assert run_ranks(2, one_rank) == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize("weight", [4.0, None])
+@pytest.mark.parametrize("warm", [0, 1, 3])
+def test_gradients_that_hooks_use_up_leave_no_weight_behind(
+    warm: int, weight: float | None
+) -> None:
+    def use_up(param: nn.Parameter) -> None:
+        param.grad = None  # as an optimizer that steps in backward
+
+    def one_rank(group: Group) -> list[float | None]:
+        model = layers(4)
+        ddp = DDP(model, process_group=group, bucket_cap_mb=1e-6)
+        for _ in range(warm):
+            backward(ddp, 8.0, weight=1.0)
+            ddp.zero_grad()
+        handles = [p.register_post_accumulate_grad_hook(use_up) for p in model.parameters()]
+        with ddp.no_sync():
+            backward(ddp, 1.0, weight=weight)
+        for handle in handles:
+            handle.remove()
+        backward(ddp, 5.0, weight=4.0)
+        return held(model)
+
+    assert run_ranks(2, one_rank) == [[5.0] * 4] * 2
+
+
+def test_plain_passes_that_were_cleared_do_not_count_though_no_pass_was_weighted_yet() -> None:
+    def one_rank(group: Group) -> list[float | None]:
+        model = layers(2)
+        ddp = DDP(model, process_group=group)
+        with ddp.no_sync():
+            backward(ddp, 9.0)
+            ddp.zero_grad()
+            backward(ddp, 2.0)
+        backward(ddp, 5.0, weight=4.0)
+        return held(model)
+
+    assert run_ranks(2, one_rank) == [pytest.approx([(2.0 + 20.0) / 5] * 2)] * 2
 
 
 def test_what_was_held_outlives_gradients_of_zero_and_a_backward_that_failed() -> None:

@@ -23,6 +23,17 @@ from torch import Tensor, nn
 from .._torch.tensors import values_of, version_of
 from .tensors import add_part, local
 
+_Mark = tuple[int, int]  # tells whether a gradient is the same and was not written to
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Release:
+    """How the mean in the ``.grad`` of a frozen parameter was made, in case it thaws."""
+
+    base: Tensor | None  # what was added to it
+    times: float  # what it was divided by
+    mark: _Mark
+
 
 @dataclass(eq=False, slots=True)
 class Ledger:
@@ -41,7 +52,8 @@ class Ledger:
     _under: dict[int, Tensor] = field(default_factory=dict)  # what plain passes were added to
     _buried: bool = False  # they were added to something that nobody kept
     _thawed: set[int] = field(default_factory=set)  # no pass has added to what these hold
-    _versions: dict[nn.Parameter, tuple[int, int]] = field(default_factory=dict)  # .grad as left
+    _versions: dict[nn.Parameter, _Mark] = field(default_factory=dict)  # of .grad, as it was left
+    _released: dict[nn.Parameter, _Release] = field(default_factory=dict)  # since the last average
 
     @property
     def weighs(self) -> bool:
@@ -108,21 +120,29 @@ class Ledger:
         if self._is_cleared():
             self.forget_gathered()
             return False
-        for held in self.base, self._under:
-            for number in [n for n in held if self._was_cleared(params[n])]:
-                del held[number]
+        for number in [n for n in self.base if self._is_gone(params[n])]:
+            del self.base[number]  # one that is zero may be so by itself
+        for number in [n for n in self._under if self._was_cleared(params[n])]:
+            del self._under[number]
         return True
 
     def _is_cleared(self) -> bool:
         """Whether nothing is left of what passes before left in ``.grad``."""
         return bool(self._versions) and all(map(self._was_cleared, self._versions))
 
+    def _is_all_gone(self) -> bool:
+        """As :meth:`_is_cleared`, without a look into gradients, which a device would wait for."""
+        return bool(self._versions) and all(map(self._is_gone, self._versions))
+
+    def _is_gone(self, param: nn.Parameter) -> bool:
+        """Whether passes before left something in this ``.grad``, which is None now."""
+        return param.grad is None and param in self._versions
+
     def _was_cleared(self, param: nn.Parameter) -> bool:
         """Whether passes before left something in this ``.grad`` that is there no more."""
         if param not in self._versions or param.grad is None:
             return param in self._versions
-        changed = self._versions[param] != (id(param.grad), version_of(param.grad))
-        return changed and not _is_something(param.grad)
+        return self._versions[param] != _mark(param.grad) and not _is_something(param.grad)
 
     def forget_gathered(self) -> None:
         """Drop what weighted passes have accumulated."""
@@ -133,7 +153,8 @@ class Ledger:
     def forget_plain(self) -> None:
         """Drop what is known of plain passes: they were averaged, or cleared."""
         self.plain = 0
-        self._under, self._thawed, self._buried, self._versions = {}, set(), False, {}
+        self._under, self._thawed, self._buried = {}, set(), False
+        self._versions, self._released = {}, {}
 
     def fold(self, number: int, param: nn.Parameter) -> None:
         """Make ``.grad`` the weighted sum of this pass and those before it."""
@@ -169,6 +190,8 @@ class Ledger:
         for number, param in enumerate(params):
             self.fold(number, param)
         self.total += self.weight
+        if self.weight and all(param.grad is None for param in params):
+            self.total = 0.0  # somebody has used up all that was gathered
         if not self.total:  # as if it had not been
             self._put_back(self.base, params)
             self.base = {}
@@ -180,7 +203,7 @@ class Ledger:
 
         Behind the pass nobody can tell them apart, and what was there counts otherwise.
         """
-        if self.used and self.plain and self._is_cleared():
+        if self.plain and (self._is_cleared() if self.used else self._is_all_gone()):
             self.forget_plain()
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.plain:
@@ -200,10 +223,12 @@ class Ledger:
         """A plain pass that is not averaged is over."""
         self.plain += 1
         self._note_versions(params)
+        if not self._versions:  # somebody has used up all that came
+            self.forget_plain()
 
     def _note_versions(self, params: Sequence[nn.Parameter]) -> None:
         held = ((p, p.grad) for p in params)
-        self._versions = {p: (id(g), version_of(g)) for p, g in held if g is not None}
+        self._versions = {p: _mark(g) for p, g in held if g is not None}
 
     @property
     def counts(self) -> bool:
@@ -258,21 +283,41 @@ class Ledger:
         self.base = {moved[n]: grad for n, grad in self.base.items() if n in moved}
         self._under = {moved[n]: grad for n, grad in self._under.items() if n in moved}
         self._thawed = {moved[n] for n in self._thawed if n in moved}
+        stays = {param: self._versions[param] for param in after if param in self._versions}
+        self._versions = stays or self._versions  # this rank may have reached frozen ones only
         if self.total or self.plain:
-            self._thawed.update(set(range(len(after))).difference(moved.values()))
+            thawed = sorted(set(range(len(after))).difference(moved.values()))
+            self._thawed.update(n for n in thawed if not self._take_back(n, after[n]))
 
     @torch.no_grad()
     def _release(self, frozen: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Make ``.grad`` of these what it would be without weights."""
         for number in frozen:
-            param = params[number]
-            if param.grad is not None:
-                scale = self.keeps if param.grad.dtype is torch.float16 else 1.0
-                local(param.grad).mul_(scale / self.total)
-            if number in self.base:
-                add_part(param, self.base.pop(number))
-            if param in self._versions and param.grad is not None:
-                self._versions[param] = id(param.grad), version_of(param.grad)
+            param, base = params[number], self.base.pop(number, None)
+            grad = param.grad
+            if grad is not None:
+                times = self.total / (self.keeps if grad.dtype is torch.float16 else 1.0)
+                local(grad).div_(times)
+            if base is not None:
+                add_part(param, base)
+            if grad is not None and param.grad is not None:
+                mark = _mark(param.grad)
+                self._released[param] = _Release(base, times, mark)
+                if param in self._versions:
+                    self._versions[param] = mark
+
+    @torch.no_grad()
+    def _take_back(self, number: int, param: nn.Parameter) -> bool:
+        """Make the mean of one that thaws a weighted sum again, unless it was changed."""
+        released = self._released.pop(param, None)
+        if released is None or param.grad is None or _mark(param.grad) != released.mark:
+            return False
+        if released.base is not None:
+            local(param.grad).sub_(local(released.base))
+            self.base[number] = released.base
+        local(param.grad).mul_(released.times)
+        self._versions[param] = _mark(param.grad)
+        return True
 
     def _put_back(self, aside: dict[int, Tensor], params: Sequence[nn.Parameter]) -> None:
         for number, grad in aside.items():
@@ -293,6 +338,10 @@ class Ledger:
         """The pass that a weight was for has been, well or badly."""
         if self.once:
             self.explicit, self.once = None, False
+
+
+def _mark(grad: Tensor) -> _Mark:
+    return id(grad), version_of(grad)
 
 
 def _is_something(grad: Tensor) -> bool:
