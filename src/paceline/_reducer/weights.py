@@ -88,9 +88,8 @@ class Ledger:
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.owes(params):
             self.base |= {n: held[n].clone() for n in self._thawed & held.keys()}
-            self.gathered = self._without_base(
-                {n: grad for n, grad in held.items() if n not in self._thawed}
-            )
+            self.gathered = {n: grad for n, grad in held.items() if n not in self._thawed}
+            self._set_base_apart(params)
         else:  # in memory of its own: the pass will use that of the buckets
             self.keeps = 2.0 ** round(math.log2(self.weight)) if self.weight else 1.0
             self.base = {number: grad.clone() for number, grad in held.items()}
@@ -98,17 +97,20 @@ class Ledger:
             params[number].grad = None
         self._thawed, self.open = set(), True
 
-    def _without_base(self, held: dict[int, Tensor]) -> dict[int, Tensor]:
-        """What was gathered, without what the plain passes among it were added to."""
-        gathered = dict(held)
+    def _set_base_apart(self, params: Sequence[nn.Parameter]) -> None:
+        """Take what the plain passes were added to out of what was gathered."""
         for number, under in self._under.items():
-            if number in held:
-                self.base[number] = under
-                local(held[number]).sub_(local(under))
-                if not _is_something(held[number]):
-                    del gathered[number]
+            if number not in self.gathered:
+                continue
+            grad, param = self.gathered[number], params[number]
+            self.base[number] = under
+            local(grad).sub_(local(under))
+            if _is_something(grad):
+                self._versions[param] = _mark(grad)
+            else:  # no pass came by it
+                del self.gathered[number]
+                self._versions.pop(param, None)
         self._under = {}
-        return gathered
 
     def owes(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether weighted passes wait to be averaged; not when the user has cleared ``.grad``.
@@ -261,8 +263,6 @@ class Ledger:
         if not self.total:
             self.base = {}
             self._versions = {}
-        else:
-            self._note_versions(params)
         self.gathered, self.open = {}, False
 
     def follow(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
@@ -278,8 +278,8 @@ class Ledger:
             self.forget_plain()
         if self.owes(before):
             self._release([n for n in frozen if n not in self._thawed], before)
-        if not moved:  # nothing is trained any more of what these passes were for
-            self.forget_gathered()
+        if not moved and self._released.keys().isdisjoint(after):
+            self.forget_gathered()  # nothing is trained any more of what these passes were for
         self.base = {moved[n]: grad for n, grad in self.base.items() if n in moved}
         self._under = {moved[n]: grad for n, grad in self._under.items() if n in moved}
         self._thawed = {moved[n] for n in self._thawed if n in moved}
