@@ -209,6 +209,8 @@ class Ledger:
             self.forget_plain()
         held = {n: p.grad for n, p in enumerate(params) if p.grad is not None}
         if self.plain:
+            for number in [n for n in self._under if self._was_cleared(params[n])]:
+                del self._under[number]
             self._under |= {n: held[n].clone() for n in self._thawed & held.keys()}
         else:
             self._under = {n: grad.clone() for n, grad in held.items()} if self.used else {}
@@ -276,7 +278,7 @@ class Ledger:
         frozen = [n for n in range(len(before)) if n not in moved]
         if self.plain and self._is_cleared():
             self.forget_plain()
-        if self.owes(before):
+        if self.owes(before) or self.plain:
             self._release([n for n in frozen if n not in self._thawed], before)
         if not moved and self._released.keys().isdisjoint(after):
             self.forget_gathered()  # nothing is trained any more of what these passes were for
@@ -293,12 +295,12 @@ class Ledger:
     def _release(self, frozen: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Make ``.grad`` of these what it would be without weights."""
         for number in frozen:
-            param, base = params[number], self.base.pop(number, None)
-            grad = param.grad
-            if grad is not None:
+            param, grad, times = params[number], params[number].grad, 1.0
+            base = (self._under if self.plain else self.base).pop(number, None)
+            if grad is not None and not self.plain:
                 times = self.total / (self.keeps if grad.dtype is torch.float16 else 1.0)
                 local(grad).div_(times)
-            if base is not None:
+            if base is not None and not self.plain:
                 add_part(param, base)
             if grad is not None and param.grad is not None:
                 mark = _mark(param.grad)
@@ -312,7 +314,9 @@ class Ledger:
         released = self._released.pop(param, None)
         if released is None or param.grad is None or _mark(param.grad) != released.mark:
             return False
-        if released.base is not None:
+        if released.base is not None and self.plain:
+            self._under[number] = released.base
+        elif released.base is not None:
             local(param.grad).sub_(local(released.base))
             self.base[number] = released.base
         local(param.grad).mul_(released.times)
