@@ -125,16 +125,22 @@ def clear(layer: nn.Linear, in_place: bool = False) -> None:
         layer.weight.grad = None
 
 
+def with_a_part_at_rest(group: Group, weight: float | None) -> tuple[nn.Sequential, DDP]:
+    """A model whose first layer is frozen and holds 8, while a pass has given the second one 2."""
+    model = layers(2)
+    ddp = DDP(model, process_group=group)
+    backward(ddp, 8.0, weight=1.0)
+    clear(model[1])
+    freeze_only(model, 0)
+    with ddp.no_sync():
+        backward(ddp, 2.0, weight=weight)
+    return model, ddp
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_what_a_thawed_parameter_held_may_be_cleared_until_its_backward(in_place: bool) -> None:
     def one_rank(group: Group) -> list[float | None]:
-        model = layers(2)
-        ddp = DDP(model, process_group=group)
-        backward(ddp, 8.0, weight=1.0)
-        clear(model[1])
-        freeze_only(model, 0)
-        with ddp.no_sync():
-            backward(ddp, 2.0, weight=4.0)
+        model, ddp = with_a_part_at_rest(group, 4.0)
         model[0].weight.requires_grad_(True)
         ddp.samples(4)
         out = ddp(torch.full((1, 1), 5.0))
@@ -153,13 +159,7 @@ def test_what_a_thawed_parameter_held_stays_when_the_others_are_cleared(
     late: bool, weighted: bool, in_place: bool
 ) -> None:
     def one_rank(group: Group) -> list[float | None]:
-        model = layers(2)
-        ddp = DDP(model, process_group=group)
-        backward(ddp, 8.0, weight=1.0)
-        clear(model[1])
-        freeze_only(model, 0)
-        with ddp.no_sync():
-            backward(ddp, 2.0, weight=4.0 if weighted else None)
+        model, ddp = with_a_part_at_rest(group, 4.0 if weighted else None)
         if not late:
             clear(model[1], in_place)
         model[0].weight.requires_grad_(True)

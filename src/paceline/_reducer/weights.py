@@ -264,14 +264,14 @@ class Ledger:
             param.grad = aside.get(number)
         if not self.total:
             self.base = {}
-            self._versions = {}
         self.gathered, self.open = {}, False
 
     def follow(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
         """Other parameters are trained from now on: what is known of each stays with it.
 
         One that is trained no more keeps the mean of its weighted passes, beside what was put
-        aside for it, as it keeps the sum of plain ones. What a thawed one holds was not weighted.
+        aside for it, as it keeps the sum of plain ones. One that thaws before the average has its
+        passes in it again; what others hold that thaw is what they were added to.
         """
         places = {id(param): number for number, param in enumerate(after)}
         moved = {n: places[id(param)] for n, param in enumerate(before) if id(param) in places}
