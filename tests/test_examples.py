@@ -34,7 +34,7 @@ def losses(lines: list[str]) -> list[str]:
 
 @needs_shm
 def test_a_bare_example_starts_its_ranks_with_paceline_run() -> None:
-    said = run("examples/plain_loop.py", deadline=300)
+    said = run("examples/plain_loop.py", deadline=600)
     assert said[0].startswith("paceline run --nproc 2 ")
     assert sum("2 ranks over shm" in line for line in said) == 1
     assert "epoch 8: loss" in said[-1]

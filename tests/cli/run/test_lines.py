@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import threading
 
 from paceline.cli.run.lines import IDLE, Piece, RankLines
 from paceline.cli.run.screen import Bar, OutputReader, Screen
@@ -108,6 +109,69 @@ def test_in_a_file_a_line_whose_writer_stalls_is_there_once(tmp_path, monkeypatc
     reader.close()
     said = shown.getvalue().splitlines()
     assert sorted(said) == ["[0] half a line", *(f"[1] turn {turn}" for turn in range(3))]
+
+
+class HeldStream(io.StringIO):
+    """Takes a first line only when it is let go; what comes later stays in the pipes till then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reached.set()
+        assert self.let_go.wait(60)
+        return super().write(text)
+
+
+def test_last_lines_of_a_rank_are_shown_though_others_are_to_be_shown_meanwhile(
+    monkeypatch,
+) -> None:
+    screen = HeldStream()
+    monkeypatch.setattr(sys, "stdout", screen)
+    reader = OutputReader()
+    ranks = [_writer(reader, rank, 1) for rank in (0, 1, 2)]
+    reader.show({0})
+    while reader.shown is None:
+        pass
+    os.write(ranks[0], b"held\n")
+    assert screen.reached.wait(60)
+    os.write(ranks[0], b"last\nwords")
+    os.close(ranks[0])
+    reader.show({1})
+    reader.show({2})
+    os.write(ranks[2], b"first\n")
+    screen.let_go.set()
+    reader.close()
+    assert screen.getvalue().splitlines() == ["[0] held", "[0] last", "[0] words", "[2] first"]
+    for rank in ranks[1:]:
+        os.close(rank)
+
+
+def test_once_ranks_are_asked_for_none_is_not_all(monkeypatch) -> None:
+    shown, errors = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "stderr", errors)
+    reader = OutputReader()
+    out, err = _writer(reader, 0, 1), _writer(reader, 0, 2)
+    os.write(out, b"before\n")
+    reader.show(())
+    while reader.shown is None:
+        pass
+    os.write(out, b"hidden\n")
+    os.write(err, b"an error\n")
+    os.close(out)
+    os.close(err)
+    reader.close()
+    assert shown.getvalue() == "[0] before\n"
+    assert errors.getvalue() == "[0] an error\n"
+
+
+def _writer(reader: OutputReader, rank: int, number: int) -> int:
+    """Return what a rank writes to; ``reader`` has the other end."""
+    pipe, writes = os.pipe()
+    reader.read(pipe, rank, number)
+    return writes
 
 
 def test_on_a_terminal_each_rank_has_a_colour(monkeypatch) -> None:

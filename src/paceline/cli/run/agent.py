@@ -95,7 +95,7 @@ class Pipes(LogsSpecs):
     def _tell_if_hidden(self) -> None:
         """Say which of the ranks that are to be shown there are none of, on several hosts."""
         try:
-            check_shown(self.reader.shown, self.attempt.size)
+            check_shown(self.reader.shown or (), self.attempt.size)
         except LaunchError as error:
             say.note(str(error))
 

@@ -6,11 +6,13 @@ file or a pipe a bar becomes a line now and then, and its last state.
 
 from __future__ import annotations
 
+import itertools
 import os
 import selectors
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -100,13 +102,15 @@ class OutputReader:
     """Reads the ranks' pipes and shows what comes, until it is closed."""
 
     def __init__(self, show: Collection[int] = ()) -> None:
-        self.shown = show  # ranks whose stdout is shown; empty: all
+        self.shown: Collection[int] | None = show or None  # whose stdout is shown; None: all
+        self._asked: deque[Collection[int]] = deque()  # …from now on, one after the other
         bar = Bar()
         self._screens = {1: Screen(sys.stdout, bar), 2: Screen(sys.stderr, bar)}
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
-        self._end, self._ender = os.pipe()
-        self._selector.register(self._end, selectors.EVENT_READ, None)
+        # A byte: other ranks are to be shown. Its end: ours.
+        self._words, self._speaker = os.pipe()
+        self._selector.register(self._words, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="paceline output", daemon=True)
         self._thread.start()
 
@@ -119,6 +123,11 @@ class OutputReader:
         """Read ``pipe`` to its end, the rank's stdout (1) or stderr (2); it is closed then."""
         self._register(pipe, rank, number, ends=True)
 
+    def show(self, ranks: Collection[int]) -> None:
+        """Show the stdout of ``ranks`` from now on; what others wrote before is not lost."""
+        self._asked.append(ranks)
+        os.write(self._speaker, b"s")
+
     def _register(self, pipe: int, rank: int, number: int, ends: bool) -> None:
         os.set_blocking(pipe, False)
         source = _Source(rank, number, self._screens[number], ends)
@@ -127,7 +136,7 @@ class OutputReader:
 
     def close(self) -> None:
         """Show what the ranks have written so far, and end."""
-        os.close(self._ender)
+        os.close(self._speaker)
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fd)
@@ -137,15 +146,29 @@ class OutputReader:
     def _run(self) -> None:
         going = True
         while going:
-            for key, _ in self._selector.select(IDLE):
-                if key.data is None:
-                    going = False
-                else:
+            ready = [key for key, _ in self._selector.select(IDLE)]
+            if any(key.data is None for key in ready):
+                going = bool(os.read(self._words, _CHUNK))
+                self._turn()  # after which what was ready may be closed
+            else:
+                for key in ready:
                     self._take(key)
             for key in self._sources():
                 if key.data.screen.overwrites:
                     self._emit(key, key.data.lines.idle(time.monotonic()))
         self._drain()
+
+    def _turn(self) -> None:
+        """Show the ranks that were asked for, once what those before have written is shown."""
+        asked = [self._asked.popleft() for _ in range(len(self._asked))]
+        if not asked:
+            return
+        if self.shown is not None:
+            self.shown = {*self.shown, *itertools.chain(*asked)}
+        for key in self._sources():
+            if self._take(key):  # all that a pipe holds; then its end, which ends a last line
+                self._take(key)
+        self.shown = asked[-1]
 
     def _drain(self) -> None:
         until = time.monotonic() + _DRAIN  # what a rank left running may write without end
@@ -180,7 +203,7 @@ class OutputReader:
                 os.close(key.fd)
 
     def _hides(self, source: _Source) -> bool:
-        return source.number == 1 and bool(self.shown) and source.rank not in self.shown
+        return source.number == 1 and self.shown is not None and source.rank not in self.shown
 
     def _emit(self, key: selectors.SelectorKey, pieces: Iterator[Piece]) -> None:
         source: _Source = key.data

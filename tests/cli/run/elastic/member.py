@@ -1,7 +1,7 @@
 """What members of the tests begin with: a script without torch, which starts at once."""
 
 MEMBER = """
-import os, signal, socket, struct, sys, time
+import fcntl, os, signal, socket, struct, sys, termios, time
 me = int(os.environ["PACELINE_MEMBER"])
 folder = os.path.dirname(os.path.abspath(__file__))
 def wait_for(*names):

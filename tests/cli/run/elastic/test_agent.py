@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cli.run.elastic.agent import MemberStart
 from paceline.cli.run.elastic.process import MemberProcess
+from paceline.cli.run.screen import OutputReader
 from tests.cli.run.elastic.member import MEMBER
 
 
@@ -243,20 +244,41 @@ def test_a_process_that_cannot_be_started_is_tried_again(run, monkeypatch) -> No
     assert "member 1: it could not be started (Too many open files)" in ended.err
 
 
-def test_ranks_that_are_shown_are_those_of_the_roster(run) -> None:
+def test_ranks_that_are_shown_are_those_of_the_roster(run, tmp_path, monkeypatch) -> None:
+    ask = OutputReader.show
+    asked = tmp_path / "asked"
+
+    def show(self, ranks) -> None:
+        ask(self, ranks)
+        (tmp_path / "asked.next").write_text(str(*ranks))
+        (tmp_path / "asked.next").rename(asked)
+
+    monkeypatch.setattr(OutputReader, "show", show)
     ended = run(
         """
-wait_for(0, 1)
+def wait_until_shown(member):
+    wait_for("asked")
+    while open(os.path.join(folder, "asked")).read() != str(member):
+        time.sleep(0.002)
 if me == 0:
+    wait_for(1)
+    wait_until_shown(0)
+    print("last words", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-wait_for(2)
-time.sleep(0.1)
-print("out", flush=True)
+if me == 2:
+    wait_until_shown(1)
+    print("out", flush=True)
+    while any(fcntl.ioctl(1, termios.FIONREAD, bytes(4))):
+        time.sleep(0.002)
+    mark("read")
+if me == 1:
+    wait_for("read")
+    print("out", flush=True)
 """,
         *("--nproc", 2, "--show", 0),
     )
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["[1] out"]
+    assert ended.out.splitlines() == ["[0] last words", "[1] out"]
 
 
 @pytest.mark.parametrize(

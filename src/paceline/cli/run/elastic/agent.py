@@ -313,7 +313,7 @@ class ElasticAgent:
         with suppress(OSError):
             (self.notes / "first").unlink(missing_ok=True)  # the next to fail prints its traceback
         if self.show:
-            self.reader.shown = {word.members[r] for r in self.show if r < len(word.members)}
+            self.reader.show({word.members[r] for r in self.show if r < len(word.members)})
         say.note(tell_formed(word.number, word.members, newcomers, seconds or word.seconds))
 
     def _note_over(self, word: Over, now: float) -> None:
