@@ -16,6 +16,8 @@ import torch._dynamo  # the first forward of a wrapper would, within a test's de
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from paceline.testing import run_ranks, spawn_ranks
+
 from .marks import SHM
 from .pinned import pin_all_ranks
 
@@ -45,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell runs behind it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for start in (run_ranks, spawn_ranks):
+        start.__kwdefaults__["deadline"] = 300.0  # a busy machine takes longer than users wait
     torch.set_num_threads(1)  # two workers on two cores; and ranks that are threads have as many
     if config.getoption("--hypothesis-profile") != "search":
         _draw_from_no_modules()

@@ -15,7 +15,7 @@ def test_the_benchmark_of_lost_hosts_finds_its_cases() -> None:
         [sys.executable, str(HOSTS), "--collect-only"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert found.returncode == 0, found.stderr

@@ -62,7 +62,7 @@ def warnings_of(script: str, *kinds: str) -> list[str]:
     """What a script says on stderr of deprecated things; it must end well, without ``kinds``."""
     errors = [part for kind in kinds for part in ("-W", f"error{kind}")]
     command = [sys.executable, *errors, "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return [line for line in ended.stderr.splitlines() if re.search("deprecat", line, re.I)]
 

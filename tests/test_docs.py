@@ -518,7 +518,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -538,5 +538,5 @@ def test_the_search_of_a_site_opened_as_a_file_finds_something(site: Path, tmp_p
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     command = [browser, *options, "--virtual-time-budget=9000", "--dump-dom"]
     address = f"{(site / 'index.html').as_uri()}?q=diloco"
-    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=600)
     assert "matching documents" in done.stdout

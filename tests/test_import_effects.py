@@ -68,7 +68,7 @@ def run(script: str) -> Any:
     whole = f"{SNAPSHOT}\n{script}\nimport json; print(json.dumps(result)); gc.freeze()"
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # which names the backend sooner
     command = [sys.executable, "-c", whole]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    out = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert out.returncode == 0, out.stderr
     return json.loads(out.stdout.splitlines()[-1])
 

@@ -141,7 +141,7 @@ def test_every_way_trains_and_is_told_of(wire: ModuleType, tmp_path: Path) -> No
     saved = tmp_path / "runs.json"
     script = str(BENCHMARKS / "wire.py")
     command = [sys.executable, script, "--toy", "--links", "1000", "--save", str(saved)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (runs,) = json.loads(saved.read_text()).values()
     assert set(runs) == set(wire.WAYS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0  # seconds: far more than it takes, also on a busy machine
+PATIENCE = 300.0  # seconds: far more than it takes, also on a busy machine
 
 
 def until(condition: Callable[[], object]) -> bool:

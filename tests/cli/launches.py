@@ -20,7 +20,7 @@ import pytest
 
 from paceline import cli
 
-DEADLINE = 240.0  # seconds for one launch in this process
+DEADLINE = 600.0  # seconds for one launch in this process
 # Left over from another launch, these would make a plan of their own.
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 

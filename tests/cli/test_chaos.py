@@ -124,7 +124,7 @@ def test_the_demo_ends_with_the_weights_of_the_run_without_faults(tmp_path) -> N
         [*command, "--steps", "60", "--out", tmp_path],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

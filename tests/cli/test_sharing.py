@@ -65,7 +65,7 @@ def test_a_library_that_is_preloaded_is_the_one_whose_version_is_told(tmp_path: 
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert told.stdout.strip() == "2.31.7"
 

@@ -110,7 +110,7 @@ def test_no_shared_memory_is_said_before_anything_starts(script, tmp_path) -> No
         PYTHONPATH=str(tmp_path / "copy"),
         PYTHONDONTWRITEBYTECODE="1",
     )
-    out, err = launched.communicate(timeout=120)
+    out, err = launched.communicate(timeout=300)
     assert (launched.returncode, out) == (2, "")
     assert err.startswith("paceline: the shm backend cannot be used here: its C library was not")
     assert err.count("\n") == 1

@@ -20,7 +20,7 @@ from paceline.groups import Group
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import USUAL
 
-DEADLINE = 300.0
+DEADLINE = 600.0
 Open = Callable[[], Group]
 Row = Callable[[Open], Any]
 Results = list[dict[str, str]]

@@ -19,7 +19,7 @@ from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import seeded
 
 SHARDS = 4
-DEADLINE = 300.0  # seconds; ranks trace one after the other
+DEADLINE = 600.0  # seconds; ranks trace one after the other
 
 
 class Net(nn.Module):

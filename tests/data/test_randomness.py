@@ -75,7 +75,7 @@ def test_the_numbers_are_the_same_in_another_process() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with keyed_random(SHARD):
         expected = [float(torch.rand(())), random.random(), float(np.random.random())]
-    done = subprocess.run([*command, "late"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "late"], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == [str(number) for number in expected], done.stderr
 
 

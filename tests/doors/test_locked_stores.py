@@ -20,7 +20,7 @@ from paceline.cli.run.plan import Launch
 from tests.doors.ports import ports_here
 from tests.doors.test_strangers import attacked, flood, garbage, half_handshakes
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=120)
 ADDRESS = "127.0.0.7"
 
 

@@ -13,7 +13,7 @@ from paceline.errors import StoreLostError, StoreUrlError
 from tests.etcd.server import etcd_server, free_port, no_etcd
 
 SOON = 1.0  # seconds that a question has whose answer does not come
-PATIENCE = 60.0  # …and one that is answered
+PATIENCE = 300.0  # …and one that is answered
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_rank_with_time_outlasts_those_that_give_up_and_come_back() -> None:
 
     def late() -> str:
         for _ in range(3):
-            assert failed.acquire(timeout=120)
+            assert failed.acquire(timeout=300)
         return _open(store, 2, [0, 1, 2], LONG)
 
     with ThreadPoolExecutor(3) as pool:
@@ -465,7 +465,7 @@ def _impatient(meeting: Meeting, backend: str) -> int:
 
 @pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo", "auto"])
 def test_a_group_opens_however_often_each_rank_has_tried_before(backend: str) -> None:
-    assert spawn_ranks(2, _impatient, backend, deadline=180) == [3, 3]
+    assert spawn_ranks(2, _impatient, backend, deadline=600) == [3, 3]
 
 
 def test_a_rank_whose_time_was_over_is_not_called_missing_by_those_that_it_left() -> None:

@@ -11,7 +11,7 @@ from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 both = pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
 
 

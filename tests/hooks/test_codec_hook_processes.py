@@ -29,7 +29,7 @@ from tests.hooks.test_codec_hook import (
     wrapped,
 )
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 Runs = dict[str, Tensor]
 
 

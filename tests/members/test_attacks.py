@@ -279,7 +279,7 @@ def test_another_process_cannot_take_a_members_place_by_its_process_id() -> None
             [sys.executable, "-c", IMPOSTOR, keeper.path, word.hex()],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert said.stdout == "True\n", said.stderr
         member.store(1).set("k", "v")
@@ -310,7 +310,10 @@ def test_another_user_is_hung_up_on() -> None:
             "print(s.recv(1) == b'')"
         )
         said = subprocess.run(
-            [sys.executable, "-c", program, keeper.path], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program, keeper.path],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert said.stdout == "True\n", said.stderr
 

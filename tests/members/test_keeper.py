@@ -35,7 +35,7 @@ def test_members_meet_and_share_keys_and_hear_of_one_that_closes() -> None:
         heard: queue.Queue[RosterChange] = queue.Queue()
         members[0].listen(heard.put)
         members[1].close()
-        change = heard.get(timeout=60)
+        change = heard.get(timeout=300)
         assert (change.kind, list(change.members)) == ("lost", [1])
         assert meet([members[0], members[2]], 5, "lost").members == (0, 2)
 
@@ -53,7 +53,7 @@ def test_a_keeper_starts_without_torch() -> None:
         "import sys; from paceline._members.keeper import Keeper; print('torch' in sys.modules)"
     )
     lazy = f"import sys; sys.argv = ['paceline']; {program}"
-    said = subprocess.run([sys.executable, "-c", lazy], capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", lazy], capture_output=True, text=True, timeout=300)
     assert said.stdout == "False\n", said.stderr
 
 
@@ -77,7 +77,7 @@ def test_a_meeting_goes_on_with_the_next_keeper() -> None:
         heard: queue.Queue[RosterChange] = queue.Queue()
         members[1].listen(heard.put)
         first.start()
-        assert heard.get(timeout=60).kind == "lost"  # so the keeper knows that one has come
+        assert heard.get(timeout=300).kind == "lost"  # so the keeper knows that one has come
         keeper.replace()
         assert members[1].meet(HowFar(3, why="lost"), WITHIN).members == (0, 1)
         first.join(120)
@@ -200,7 +200,7 @@ def test_a_process_that_is_killed_is_lost_at_once() -> None:
         member.listen(heard.put)
         begun = time.monotonic()
         other.kill()
-        change = heard.get(timeout=60)
+        change = heard.get(timeout=300)
         assert change.kind == "lost"
         assert list(change.members.values()) == ["its process has ended"]
         assert time.monotonic() - begun < 20, "not at the heartbeat of a minute"

@@ -40,7 +40,7 @@ class Going:
     def kill(self, keeper: KeeperAt) -> None:
         """Kill the keeper at some moment after the first member passed a roster, a few times."""
         for _ in range(KILLS):
-            time.sleep(self.kills.get(timeout=60) or 0.0)
+            time.sleep(self.kills.get(timeout=300) or 0.0)
             keeper.replace()
             keeper.prepare()
         self.last = max(self.seen) + 3  # those who lag behind are one roster behind

@@ -30,7 +30,7 @@ from paceline.recorder.places import Address, network
 from paceline.testing import Meeting, spawn_ranks
 from tests.waiting import until
 
-PATIENCE = 60.0  # seconds: the machine may be busy
+PATIENCE = 300.0  # seconds: the machine may be busy
 
 
 def ask(address: Address, question: bytes, patience: float = PATIENCE) -> bytes:

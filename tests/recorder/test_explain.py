@@ -33,7 +33,7 @@ from tests.marks import needs_shm
 from tests.recorder.patience import be_patient
 from tests.waiting import until
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 TEXT = "it was the cat"
 
 

@@ -18,7 +18,7 @@ from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.waiting import until
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 
 
 @pytest.fixture(autouse=True)

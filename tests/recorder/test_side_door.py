@@ -23,7 +23,7 @@ from tests.recorder.test_channel import Office, with_key
 from tests.waiting import until
 
 ADDRESS = "127.0.0.7"
-DEADLINE = 180.0
+DEADLINE = 600.0
 
 
 @pytest.fixture(scope="module")

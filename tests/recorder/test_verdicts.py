@@ -26,7 +26,7 @@ from tests.recorder.bugs import line
 from tests.recorder.patience import await_line, be_patient
 from tests.scripts import ROOT
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 WARNING = 0.4  # seconds
 
 

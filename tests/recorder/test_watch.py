@@ -30,7 +30,7 @@ from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.recorder.patience import await_line, be_patient
 from tests.waiting import until
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 
 
 @pytest.fixture(autouse=True)

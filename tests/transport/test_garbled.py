@@ -214,6 +214,6 @@ def test_shared_memory_can_be_neither_cut_nor_grown() -> None:
 @pytest.mark.slow
 def test_the_sanitizers_find_nothing_in_the_engine(tmp_path: Path) -> None:
     script = Path(__file__).with_name("engine") / "sanitize.sh"
-    done = subprocess.run([script, tmp_path], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([script, tmp_path], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("nothing found") + done.stdout.count("skipped") >= 1

@@ -34,7 +34,7 @@ print(*sorted(kind.__qualname__ for kind in ours if calls(kind)))
 
 def test_msgspec_has_looked_at_every_message_before_a_thread_can_read_one() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -82,7 +82,7 @@ def test_one_ctrl_c_lets_the_ranks_clean_up_and_leaves_nobody(family) -> None:
     launcher, pids = family("polite")
     assert all(map(alive, pids))
     launcher.send_signal(signal.SIGINT)
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 130
     assert sorted(out.splitlines()) == ["[0] cleaning up", "[1] cleaning up"]
     assert err.endswith("paceline: stopped by SIGINT; all ranks have ended\n")
@@ -96,7 +96,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen_at_once(family) -> None:
     assert launcher.stderr is not None
     assert "Ctrl-C again ends them at once" in launcher.stderr.readline()
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 130
     assert "ending all ranks at once" in err
     assert [pid for pid in pids if outlives(pid)] == []
@@ -107,7 +107,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(family) -> None:
     ranks = pids[::3]
     watches = [os.pidfd_open(pid) for pid in ranks]
     launcher.kill()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=300)
     for watch in watches:
         assert select.select([watch], [], [], 30.0)[0] == [watch]
         os.close(watch)

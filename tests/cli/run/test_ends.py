@@ -96,7 +96,7 @@ def test_a_rank_that_saves_is_waited_for_and_the_launcher_ends_when_it_has(
     if not fails:
         line(launched, "saved")
     line(launched, "saved")
-    _, err = launched.communicate(timeout=60)  # nobody waits for the other 600 s
+    _, err = launched.communicate(timeout=300)  # nobody waits for the other 600 s
     assert launched.returncode == (128 + signal.SIGKILL if fails else 128 + signal.SIGTERM), err
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_needs_longer_than_the_grace_is_killed(begin, tmp_path) -> N
     pid = int(line(launched, "up").split()[2])
     launched.send_signal(signal.SIGTERM)
     line(launched, "saving")
-    out, _ = launched.communicate(timeout=60)
+    out, _ = launched.communicate(timeout=300)
     assert (launched.returncode, out) == (128 + signal.SIGTERM, "")
     assert not alive(pid)
 
@@ -180,7 +180,7 @@ def test_a_launcher_that_waits_for_other_machines_ends_at_once_and_leaves_nothin
     else:  # it waits for somebody to listen there: the handlers are set before
         wait_for_handler(launched.pid, number)
     launched.send_signal(number)
-    _, err = launched.communicate(timeout=60)
+    _, err = launched.communicate(timeout=300)
     assert launched.returncode == 128 + number
     assert err == f"paceline: stopped by {number.name}; no rank runs\n"
     assert folder(tmp_path) == []
@@ -206,7 +206,7 @@ print("still here", flush=True)
         launched = begin("run", "--nproc", 1, tmp_path / "script.py", text=hangups)
     finally:
         signal.signal(signal.SIGHUP, before)
-    out, err = launched.communicate(timeout=60)
+    out, err = launched.communicate(timeout=300)
     assert (launched.returncode, out, err) == (0, "[0] still here\n", "")
 
 
@@ -228,7 +228,7 @@ while True:
     launched.send_signal(signal.SIGTERM)
     line(launched, "asked")
     launched.send_signal(signal.SIGTERM)
-    out, err = launched.communicate(timeout=60)
+    out, err = launched.communicate(timeout=300)
     assert launched.returncode == 128 + signal.SIGTERM, err
     assert "start again" not in err
     assert out == ""

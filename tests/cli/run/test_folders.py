@@ -25,7 +25,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def left(tmp_path) -> Path:
     """The folder of a launcher that was killed."""
-    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
     (found,) = tmp_path.glob("paceline-run-*")
     return found

@@ -20,7 +20,7 @@ from paceline.errors import LaunchCountError, LaunchError, PortTakenError, Stran
 from tests.cli.launches import paceline, start
 from tests.waiting import until
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=120)
 
 
 def free_port() -> int:
@@ -246,7 +246,7 @@ def test_two_launchers_train_together_and_hear_of_each_others_failures(
     for number in (0, 1):
         os.mkfifo(f"{pipes}{number}")
     launched = [start(*words, number, script, pipes) for number in (0, 1)]
-    (out0, err0), (out1, err1) = [each.communicate(timeout=120) for each in launched]
+    (out0, err0), (out1, err1) = [each.communicate(timeout=300) for each in launched]
     assert sorted(out0.splitlines()) == ["[0] 0 4 0", "[1] 1 4 1"]
     assert sorted(out1.splitlines()) == ["[2] 2 4 0", "[3] 3 4 1"]
     said = "rank 2 of 4 failed first: ValueError: on the second machine (at train.py:11)"

@@ -188,7 +188,7 @@ def test_drop_in_replaces_torchs_names_the_backend_is_the_one_asked_for_and_the_
 def test_the_installed_command_starts_a_module_and_passes_its_code_on(tmp_path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print('here', sys.argv[1:]); sys.exit(7)")
     launched = start("run", "--nproc", 1, "-m", "tool", "--flag", PYTHONPATH=str(tmp_path))
-    out, err = launched.communicate(timeout=120)
+    out, err = launched.communicate(timeout=300)
     assert (out, launched.returncode) == ("[0] here ['--flag']\n", 7)
     assert err == "paceline: rank 0 of 1 failed first: it ended with exit code 7 (at tool.py:1)\n"
 

@@ -53,7 +53,7 @@ def test_under_srun_the_process_becomes_its_rank_and_keeps_its_code(script) -> N
         "SLURM_STEP_ID": "0",
     }
     launched = start("run", script, **task)
-    out, err = launched.communicate(timeout=120)
+    out, err = launched.communicate(timeout=600)
     assert out.split()[:5] == ["rank", "1", "2", "1", "127.0.0.1"]
     assert (err, launched.returncode) == ("", 5)
 
@@ -83,7 +83,7 @@ def test_the_example_for_slurm_trains_on_two_machines(tmp_path) -> None:
         env=environ | {"PATH": f"{tmp_path}:{environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert trained.returncode == 0, trained.stderr
@@ -103,7 +103,7 @@ def test_under_mpirun_the_processes_become_its_ranks(script, both_have_spoken) -
         env=environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     lines = sorted(line.split() for line in launched.stdout.splitlines() if "rank" in line)
@@ -145,7 +145,7 @@ def test_without_ray_its_option_says_how_to_get_it(script, capsys) -> None:
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
 def test_on_a_ray_cluster_the_script_runs_and_its_failure_is_told(script, both_have_spoken) -> None:
     launched = start("run", "--ray", "local", "--nproc", 2, script, both_have_spoken)
-    out, err = launched.communicate(timeout=300)
+    out, err = launched.communicate(timeout=600)
     assert sorted(line[:8] for line in out.splitlines()) == ["[0] rank", "[1] rank"]
     assert "rank 1 of 2 failed first: it ended with exit code 5 (at script.py:7)" in err
     assert launched.returncode == 5

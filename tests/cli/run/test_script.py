@@ -49,7 +49,7 @@ def python(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
         env=os.environ | {"RANK": "1"} | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

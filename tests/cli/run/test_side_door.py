@@ -61,7 +61,7 @@ def test_ranks_of_two_machines_ask_each_other_through_their_launchers(
     words = ["run", "--nnodes", 2, "--nproc", 1, "--master-addr", "127.0.0.1", "--key", key]
     words += ["--master-port", port, "--node-rank"]
     launched = [start(*words, n, script, "gloo", PYTHONPATH=str(ROOT)) for n in (0, 1)]
-    said = [each.communicate(timeout=120) for each in launched]
+    said = [each.communicate(timeout=300) for each in launched]
     assert [each.returncode for each in launched] == [0, 0], said
     assert said[0][0].startswith("[0] 1 True side 0o700 ")
     assert said[1][0].startswith("[1] 0 True side 0o700 ")

@@ -293,7 +293,7 @@ def test_a_machine_whose_ranks_go_on_without_those_of_another_ends_well(tmp_path
     words = ["run", "--nnodes", 2, "--key", "none", "--nproc", 1, "--master-addr", "127.0.0.1"]
     words += ["--master-port", free_port(), "--patience", 60, "--node-rank"]
     launched = [fork(*words, number, tmp_path / "light.py") for number in (0, 1)]
-    (_, err0), (_, err1) = [each.communicate(timeout=120) for each in launched]
+    (_, err0), (_, err1) = [each.communicate(timeout=300) for each in launched]
     assert (launched[0].returncode, launched[1].returncode) == (0, 128 + signal.SIGKILL), err0
     assert "rank 1 of 2 failed first: it was killed by SIGKILL" in err1
     assert "failed" not in err0
@@ -306,6 +306,6 @@ def test_a_machine_whose_ranks_do_not_go_on_hears_of_anothers_failure(tmp_path) 
     words = ["run", "--nnodes", 2, "--key", "none", "--nproc", 1, "--patience", 0.2]
     words += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
     launched = [fork(*words, number, tmp_path / "light.py") for number in (0, 1)]
-    (_, err0), (_, err1) = [each.communicate(timeout=120) for each in launched]
+    (_, err0), (_, err1) = [each.communicate(timeout=300) for each in launched]
     assert "rank 1 of 2 failed first: it was killed by SIGKILL" in err0
     assert "rank 1 of 2 failed first: it was killed by SIGKILL" in err1

@@ -184,7 +184,7 @@ HIERARCHICAL = ("all_reduce", "reduce", "all_gather_single", "uneven_reduce_scat
 def test_every_collective_gives_what_it_must(
     hosts: Pair, where: Where, striped: bool | None, only: Sequence[str]
 ) -> None:
-    on_hosts(hosts, where, _every_collective, only, striped=striped, deadline=180)
+    on_hosts(hosts, where, _every_collective, only, striped=striped, deadline=600)
 
 
 SIZES = [1, 3, 1000, STRIPED_FROM // 4 + 1, WINDOW // 4 + 1]  # elements
@@ -376,7 +376,7 @@ def _open_with(meeting: Meeting, hosts: Pair) -> dict[int, str]:
 
 def test_ranks_must_agree_on_the_options(hosts: Pair) -> None:
     assert (
-        spawn_ranks(3, _open_with, hosts, deadline=120) == [{0: "True", 1: "False", 2: "False"}] * 3
+        spawn_ranks(3, _open_with, hosts, deadline=600) == [{0: "True", 1: "False", 2: "False"}] * 3
     )
 
 
@@ -482,7 +482,7 @@ def _abort(group: Group) -> GroupError | None:
 
 
 def test_an_abort_frees_the_ranks_of_all_hosts(hosts: Pair) -> None:
-    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=120), deadline=180)
+    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=120), deadline=600)
     for error in (errors[0], errors[2], errors[3]):
         assert isinstance(error, PeerLeftError)
         assert list(error.ranks) == [1]
@@ -506,7 +506,7 @@ def _descriptors(meeting: Meeting, hosts: Pair) -> int:
 
 
 def test_a_group_leaves_no_descriptors_behind(hosts: Pair) -> None:
-    assert spawn_ranks(3, _descriptors, hosts, deadline=180) == [0, 0, 0]
+    assert spawn_ranks(3, _descriptors, hosts, deadline=600) == [0, 0, 0]
 
 
 # -- where it cannot be used ------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-DEADLINE = 60.0  # seconds for any one answer; a busy machine is slow
+DEADLINE = 300.0  # seconds for any one answer; a busy machine is slow
 
 
 class Browser:

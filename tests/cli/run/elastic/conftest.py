@@ -11,7 +11,7 @@ from paceline.cli.run.elastic import launch
 from tests.cli.launches import Ended, paceline
 from tests.cli.run.elastic.member import MEMBER
 
-DEADLINE = 180.0  # seconds
+DEADLINE = 600.0  # seconds
 STAND_IN = Path(__file__).with_name("stand_in_keeper.py")
 
 

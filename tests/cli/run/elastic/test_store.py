@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(bool(no_etcd()), reason=no_etcd()),
     pytest.mark.skipif(bool(no_star()), reason=no_star()),
 ]
-DEADLINE = 150.0  # seconds
+DEADLINE = 600.0  # seconds
 STEPS = "1600"  # samples, in batches of 32
 HEARTBEAT = 8  # so that a lease is 2 s
 GOES_ON = "train on"
