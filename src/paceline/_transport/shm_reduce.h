@@ -17,7 +17,8 @@ enum { R_SUM, R_AVG, R_PRODUCT, R_MIN, R_MAX, R_BAND, R_BOR, R_BXOR, R_COUNT };
 
 typedef void (*Reduce)(void *const *dst, int targets, const void *const *src, int n, size_t count);
 
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+/* ThreadSanitizer is not there yet when the loader chooses between clones, and would crash. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define WIDE __attribute__((target_clones("avx2", "default"))) /* "arch=haswell" would mean that one processor */
 #else
 #define WIDE
