@@ -173,7 +173,7 @@ def test_the_code_of_the_pages_runs_on_two_ranks(
 ) -> None:
     """All in one pair of processes, which import torch's compiler once; errors name the page."""
     monkeypatch.chdir(tmp_path)
-    spawn_ranks(2, run_blocks, ranked(slow=slow), prelude(), deadline=600 if slow else 240)
+    spawn_ranks(2, run_blocks, ranked(slow=slow), prelude())
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def losses(lines: list[str]) -> list[str]:
 
 @needs_shm
 def test_a_bare_example_starts_its_ranks_with_paceline_run() -> None:
-    said = run("examples/plain_loop.py", deadline=600)
+    said = run("examples/plain_loop.py")
     assert said[0].startswith("paceline run --nproc 2 ")
     assert sum("2 ranks over shm" in line for line in said) == 1
     assert "epoch 8: loss" in said[-1]
@@ -69,7 +69,7 @@ def test_accumulated_small_batches_make_the_step_of_a_whole_batch() -> None:
 @needs_shm
 @pytest.mark.slow
 def test_killed_members_of_a_job_change_no_bit() -> None:
-    said = run("examples/elastic.py", deadline=600)
+    said = run("examples/elastic.py")
     found = [match[1] for line in said if (match := re.search(r"digest (\w{16}) after 12", line))]
     assert len(found) == 2
     assert len(set(found)) == 1
@@ -120,7 +120,7 @@ def test_fsdp2_shards_over_our_group_and_learns_what_the_plain_loop_does(
 @needs_shm
 @pytest.mark.skipif(bool(netns.unable()), reason=netns.unable())
 def test_two_hosts_train_as_one_group_over_their_cable() -> None:
-    said = run("examples/two_hosts.py", deadline=600)
+    said = run("examples/two_hosts.py")
     assert sum("4 ranks over hybrid" in line for line in said) == 1
     assert sum("epoch 8: loss" in line for line in said) == 1
 
@@ -154,7 +154,7 @@ def test_uneven_ranks_with_exact_weights_learn_what_one_process_does(tmp_path: P
 @needs_shm
 def test_the_example_on_a_bare_group_trains_on_two_ranks_and_agrees_with_one_process() -> None:
     pytest.importorskip("sklearn")
-    lines = run("examples/digits.py", "--epochs", "2", deadline=600)
+    lines = run("examples/digits.py", "--epochs", "2")
     assert [line.split()[:2] for line in lines[:2]] == [["epoch", "1"], ["epoch", "2"]]
     same, alone, accuracy, summary = lines[2:]
     assert same == "all 2 ranks hold the same weights, bit for bit"
@@ -168,7 +168,7 @@ def test_the_example_on_a_bare_group_trains_on_two_ranks_and_agrees_with_one_pro
 def test_the_example_on_a_bare_group_ends_with_an_error_when_its_ranks_do() -> None:
     pytest.importorskip("sklearn")
     with pytest.raises(AssertionError, match="UnknownBackendError"):
-        run("examples/digits.py", "--backend", "no such thing", deadline=600)
+        run("examples/digits.py", "--backend", "no such thing")
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_the_example_on_a_bare_group_ends_with_an_error_when_its_ranks_do() -> N
 def test_the_benchmark_of_join_saves_what_it_printed(tmp_path: Path) -> None:
     saved = tmp_path / "join.md"
     few = ["--models", "small", "--rounds", "1", "--save", str(saved)]
-    lines = run("benchmarks/join.py", *few, deadline=600)
+    lines = run("benchmarks/join.py", *few)
     assert saved.read_text().splitlines() == lines
     assert [line.split("|")[2].strip() for line in lines[-3:]] == [
         "torch, gloo",
@@ -191,7 +191,7 @@ def test_the_benchmark_of_shards_saves_what_it_printed_and_draws_the_drift(tmp_p
     saved, drawn = tmp_path / "shards.md", tmp_path / "drift.svg"
     few = ["--models", "gpt", "--ranks", "2", "--rounds", "1", "--steps", "3", "--no-memory"]
     paths = ["--save", str(saved), "--picture", str(drawn)]
-    lines = run("benchmarks/shards.py", *few, *paths, deadline=600)
+    lines = run("benchmarks/shards.py", *few, *paths)
     assert saved.read_text().splitlines() == lines
     theirs, ours = (line.split("|")[4].strip() for line in lines[-2:])
     assert 0 < float(theirs) < 1e-3
@@ -204,7 +204,7 @@ def test_the_benchmark_of_shards_saves_what_it_printed_and_draws_the_drift(tmp_p
 def test_the_benchmark_measures_and_saves_what_it_printed(tmp_path: Path) -> None:
     saved = tmp_path / "results.md"
     small = ["--ranks", "2", "--sizes", "4K", "--seconds", "0.2", "--no-mpi", "--no-ddp"]
-    lines = run("benchmarks/collectives.py", "--quick", *small, "--save", str(saved), deadline=600)
+    lines = run("benchmarks/collectives.py", "--quick", *small, "--save", str(saved))
     assert saved.read_text().splitlines() == lines
     assert lines[0].startswith("Machine: ")
     (cell,) = (line for line in lines if line.startswith("| 2 | 4 KiB |"))
@@ -220,7 +220,7 @@ def test_the_benchmark_of_peers_measures_what_is_here_and_names_what_is_not(
     monkeypatch.setenv("PATH", str(tmp_path))  # so that there is no mpirun
     saved = tmp_path / "peers.md"
     few = ["--models", "small", "--only", "shm", "horovod", "--starts", "1", "--rounds", "1"]
-    lines = run("benchmarks/peers.py", *few, "--save", str(saved), deadline=600)
+    lines = run("benchmarks/peers.py", *few, "--save", str(saved))
     assert saved.read_text().splitlines() == lines
     ours, theirs = lines[-2:]
     assert re.fullmatch(r"\| paceline, shm \| \d+\.\d{3} \(.*\) \|", ours)
@@ -232,7 +232,7 @@ def test_the_benchmark_of_peers_measures_what_is_here_and_names_what_is_not(
 def test_the_benchmark_of_goodput_saves_what_it_printed(tmp_path: Path) -> None:
     saved = tmp_path / "goodput.md"
     few = ["--ranks", "2", "--seconds", "15", "--every", "6", "--ways", "elastic", "--no-overhead"]
-    lines = run("benchmarks/goodput.py", *few, "--save", str(saved), deadline=600)
+    lines = run("benchmarks/goodput.py", *few, "--save", str(saved))
     assert saved.read_text().splitlines() == lines
     killed = [cell.strip() for cell in lines[-1].split("|")]
     assert int(killed[3]) >= 1

@@ -240,5 +240,5 @@ def test_processes_reduce_over_any_group(backend: str) -> None:
         whole.bfloat16(),
         whole > 2,
     ]
-    for results in spawn_ranks(3, reduce_in_processes, backend, deadline=600):
+    for results in spawn_ranks(3, reduce_in_processes, backend):
         assert_close(results, expected)

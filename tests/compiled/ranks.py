@@ -20,7 +20,6 @@ from paceline.groups import Group
 from paceline.testing import Meeting, spawn_ranks
 from tests.marks import USUAL
 
-DEADLINE = 600.0
 Open = Callable[[], Group]
 Row = Callable[[Open], Any]
 Results = list[dict[str, str]]
@@ -67,7 +66,7 @@ def run_rows(meeting: Meeting, module: str, names: Sequence[str]) -> dict[str, s
 
 def launch(module: str, names: Sequence[str]) -> Results:
     """The results of both ranks."""
-    return spawn_ranks(2, run_rows, module, list(names), deadline=DEADLINE)
+    return spawn_ranks(2, run_rows, module, list(names))
 
 
 def check(results: Results, name: str) -> None:

@@ -521,9 +521,7 @@ def train_through_an_error(meeting: Meeting) -> tuple[str, int, list[Tensor]]:
 
 
 def test_the_other_ranks_hear_of_a_step_that_cannot_be_captured() -> None:
-    (other, later, weights), (own, at, same) = spawn_ranks(
-        2, train_through_an_error, deadline=600.0
-    )
+    (other, later, weights), (own, at, same) = spawn_ranks(2, train_through_an_error)
     assert own.startswith("NotCapturedError: rank 1: train_step(graph=True): out of memory")
     assert other.startswith("PeerError")
     assert "rank 1" in other

@@ -19,7 +19,6 @@ from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.ddp.ranks import seeded
 
 SHARDS = 4
-DEADLINE = 600.0  # seconds; ranks trace one after the other
 
 
 class Net(nn.Module):
@@ -81,7 +80,7 @@ def test_a_step_traced_and_not_compiled_has_the_bits_of_one_written_out() -> Non
         expected = trained(group, "eager", written_out)
         assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
 
-    run_ranks(1, one_rank, deadline=DEADLINE)
+    run_ranks(1, one_rank)
 
 
 def _trained(meeting: Meeting, backend: str) -> list[Tensor]:
@@ -93,16 +92,16 @@ def _trained(meeting: Meeting, backend: str) -> list[Tensor]:
 def test_two_ranks_have_the_bits_of_one() -> None:
     """As processes: while one thread compiles, torch's optimizers in all threads of its process
     take the way for compilers, which rounds differently."""
-    (alone,) = spawn_ranks(1, _trained, "eager", deadline=DEADLINE)
-    for found in spawn_ranks(2, _trained, "eager", deadline=DEADLINE):
+    (alone,) = spawn_ranks(1, _trained, "eager")
+    for found in spawn_ranks(2, _trained, "eager"):
         assert all(torch.equal(p, q) for p, q in zip(found, alone, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_bits_are_the_same_on_any_number_of_ranks(backend: str) -> None:
-    alone, *_ = spawn_ranks(1, _trained, backend, deadline=DEADLINE)
-    for found in spawn_ranks(3, _trained, backend, deadline=DEADLINE):
+    alone, *_ = spawn_ranks(1, _trained, backend)
+    for found in spawn_ranks(3, _trained, backend):
         assert all(torch.equal(p, q) for p, q in zip(found, alone, strict=True))
 
 
@@ -123,7 +122,7 @@ def test_what_cannot_be_traced_is_an_error_on_all_ranks() -> None:
         assert all(torch.equal(p, q) for p, q in zip(before, ddp.parameters(), strict=True))
         return type(caught.value).__name__
 
-    first, second = run_ranks(2, one_rank, deadline=DEADLINE)
+    first, second = run_ranks(2, one_rank)
     assert first != PeerError.__name__
     assert second == PeerError.__name__
 
@@ -142,7 +141,7 @@ def test_parameters_that_are_frozen_between_steps_are_left_alone() -> None:
         assert torch.equal(ddp.module.first.weight, frozen)
         assert not torch.equal(ddp.module.second.weight, other)
 
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +160,4 @@ def test_what_would_change_the_bits_is_refused(options: dict[str, Any], why: str
         with pytest.raises(ModuleArgumentError, match=why):
             train_step(ddp, optimizer, loss_of, **options)
 
-    run_ranks(1, one_rank, deadline=DEADLINE)
+    run_ranks(1, one_rank)

@@ -189,7 +189,7 @@ OVER_GLOO = pytest.param("gloo", marks=pytest.mark.slow if SHM.available else ()
 @pytest.fixture(scope="module", params=["shm", OVER_GLOO])
 def found(request: pytest.FixtureRequest) -> Found:
     """What two processes found, over groups of each backend."""
-    return spawn_ranks(2, objects, request.param, deadline=600)
+    return spawn_ranks(2, objects, request.param)
 
 
 @pytest.mark.parametrize("way", ["collectives_twice", "overlap", "averaged_gradients"])
@@ -249,4 +249,4 @@ def overlap_by_inductor(meeting: Meeting, backend: str) -> bool:
 @needs_compiler
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_inductor_keeps_started_collectives_right(backend: str) -> None:
-    assert spawn_ranks(2, overlap_by_inductor, backend, deadline=600) == [True, True]
+    assert spawn_ranks(2, overlap_by_inductor, backend) == [True, True]

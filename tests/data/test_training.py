@@ -117,7 +117,7 @@ def test_ranks_that_are_threads_end_with_the_bits_of_one_rank(alone: str, ranks:
 
 
 def test_processes_with_and_without_workers_end_with_the_bits_of_one_rank(alone: str) -> None:
-    assert spawn_ranks(2, in_process, deadline=600) == [[alone, alone]] * 2
+    assert spawn_ranks(2, in_process) == [[alone, alone]] * 2
 
 
 def in_process(meeting: Meeting) -> list[str]:

@@ -387,7 +387,7 @@ def _train_and_validate(meeting: Meeting, backend: str, train: bool) -> list[lis
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
 def test_ranks_may_validate_on_unequal_numbers_of_batches(backend: str, train: bool) -> None:
-    first, *others = spawn_ranks(3, _train_and_validate, backend, train, deadline=600)
+    first, *others = spawn_ranks(3, _train_and_validate, backend, train)
     assert others == [first, first]
     # Of rank 0: 6 steps, and in train mode the 3 batches of its validation.
     assert first[-1] == [9 if train else 6]
@@ -429,7 +429,7 @@ def test_a_mismatch_names_the_broadcast_of_buffers_as_the_wrappers_own(
 ) -> None:
     monkeypatch.setattr(recorder.peers, "patience", PATIENCE)
     ranks = run_ranks(2, _forward_on_one_rank) if backend == "threads" else None
-    for text in ranks or spawn_ranks(2, _forward_in_process, backend, deadline=600):
+    for text in ranks or spawn_ranks(2, _forward_in_process, backend):
         assert "rank 0 called broadcast(" in text
         assert "(the wrapper's broadcast of buffers before a forward) at " in text
         assert "use the inner module (ddp.module)" in text

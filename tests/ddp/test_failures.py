@@ -187,7 +187,7 @@ def _train_in_process(meeting: Meeting, backend: str, at: int) -> Outcome:
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("backend", ["shm", "gloo", "stock gloo"])
 def test_processes_go_on_after_one_raised_in_forward(backend: str, at: int) -> None:
-    check_outcomes(spawn_ranks(2, _train_in_process, backend, at, deadline=600), 1)
+    check_outcomes(spawn_ranks(2, _train_in_process, backend, at), 1)
 
 
 # In the backward.
@@ -256,7 +256,7 @@ def _halfway_in_process(meeting: Meeting) -> Outcome:
 
 
 def test_processes_go_on_after_a_backward_failed_halfway() -> None:
-    check_halfway(spawn_ranks(2, _halfway_in_process, deadline=600))
+    check_halfway(spawn_ranks(2, _halfway_in_process))
 
 
 def test_the_gradients_after_a_failed_step_are_right() -> None:
@@ -327,7 +327,7 @@ def _die_in_training(meeting: Meeting, backend: str) -> str:
 
 
 def test_a_rank_that_dies_is_named_by_the_others_in_their_backward() -> None:
-    found = spawn_ranks(3, _die_in_training, "shm", deadline=600, may_die=[1])
+    found = spawn_ranks(3, _die_in_training, "shm", may_die=[1])
     assert [found[0].split()[0], found[2].split()[0]] == [PeerDiedError.__name__] * 2
 
 

@@ -156,7 +156,7 @@ def _some_with_weights(meeting: Meeting, backend: str) -> list[float]:
 
 @two_ranks
 def test_ranks_without_a_weight_divide_as_those_with_one(backend: str) -> None:
-    for found in spawn_ranks(2, _some_with_weights, backend, deadline=600):
+    for found in spawn_ranks(2, _some_with_weights, backend):
         assert found == [1.5, 1.5, 1.75, 1.75, 1.75, 1.75, 1.5]
 
 
@@ -176,7 +176,7 @@ def _hold_something(meeting: Meeting, backend: str) -> list[float]:
 @two_ranks
 def test_what_a_rank_holds_is_averaged_with_a_weighted_pass(backend: str) -> None:
     mean = (1 * 1 + 3 * 12) / 4
-    for found in spawn_ranks(2, _hold_something, backend, deadline=600):
+    for found in spawn_ranks(2, _hold_something, backend):
         assert found == pytest.approx([mean, mean, mean, 5.0])  # no rank counts in the last
 
 
@@ -214,7 +214,7 @@ def _fail_last(meeting: Meeting, backend: str, saves: bool) -> tuple[str, bool]:
 @two_ranks
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_failure_in_the_last_pass_is_heard_at_the_end(backend: str, saves: bool) -> None:
-    heard, failed = spawn_ranks(2, _fail_last, backend, saves, deadline=600)
+    heard, failed = spawn_ranks(2, _fail_last, backend, saves)
     assert "in the last pass" in heard[0]
     assert heard[1]
     assert not failed[0]
@@ -231,4 +231,4 @@ def _warm_up(meeting: Meeting, backend: str) -> float:
 
 @two_ranks
 def test_one_rank_may_use_the_module_alone(backend: str) -> None:
-    assert spawn_ranks(2, _warm_up, backend, deadline=600) == [1.5, 1.5]
+    assert spawn_ranks(2, _warm_up, backend) == [1.5, 1.5]

@@ -274,7 +274,7 @@ def _train_with_torchs_hooks(meeting: Meeting, backend: str) -> dict[str, Grads]
 
 @pytest.mark.parametrize("backend", ["stock gloo", "shm", "gloo"])
 def test_torchs_hooks_average(backend: str) -> None:
-    for results in spawn_ranks(2, _train_with_torchs_hooks, backend, deadline=600):
+    for results in spawn_ranks(2, _train_with_torchs_hooks, backend):
         for name, (_, _, tolerance) in HOOKS.items():
             assert_same(results[name], EXPECTED, rtol=tolerance, atol=tolerance)
 
@@ -308,7 +308,7 @@ _kept: list[Any] = []
 )
 @pytest.mark.parametrize("backend", ["stock gloo", "gloo", "shm"])
 def test_powersgd_gives_what_it_gives_under_torch(backend: str) -> None:
-    for ours, theirs in spawn_ranks(2, _train_with_power, backend, deadline=600):
+    for ours, theirs in spawn_ranks(2, _train_with_power, backend):
         assert_same(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

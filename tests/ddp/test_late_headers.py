@@ -350,7 +350,7 @@ def _fail_last(meeting: Meeting) -> str:
 
 
 def test_a_failure_in_the_last_pass_is_heard_at_the_end_of_the_group() -> None:
-    heard, failed = spawn_ranks(2, _fail_last, deadline=600)
+    heard, failed = spawn_ranks(2, _fail_last)
     assert "in the last pass" in heard
     assert not failed
 

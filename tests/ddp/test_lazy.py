@@ -393,4 +393,4 @@ def in_processes(meeting: Meeting) -> None:
 
 @needs_shm
 def test_it_works_over_shared_memory_and_in_compiled_steps() -> None:
-    spawn_ranks(2, in_processes, deadline=600)  # they compile, one after the other
+    spawn_ranks(2, in_processes)  # they compile, one after the other

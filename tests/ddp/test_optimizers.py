@@ -381,7 +381,7 @@ def _train_sparse(meeting: Meeting, backend: str) -> Grads:
 @pytest.mark.parametrize("backend", ["shm", "stock gloo"])
 def test_sparse_gradients_travel_between_processes(backend: str) -> None:
     expected = mean_grads(Table(), 2, lambda m, rank: m(ROWS[1][rank]).square().sum())
-    for found in spawn_ranks(2, _train_sparse, backend, deadline=600):
+    for found in spawn_ranks(2, _train_sparse, backend):
         assert_same(found, expected)
 
 

@@ -163,7 +163,7 @@ def test_ranks_train_as_one_process_on_the_whole_batch(training: Training, ranks
         return train(ddp, training, [group.rank()])
 
     expected = train(Net(training), training, list(range(ranks)))
-    for found in run_ranks(ranks, one_rank, deadline=600):
+    for found in run_ranks(ranks, one_rank):
         assert_same_trace(found, expected, training)
 
 
@@ -211,6 +211,6 @@ def _train_under_both(meeting: Meeting, seeds: range) -> list[tuple[Trace, Trace
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10)), (3, range(10, 16))])
 def test_ranks_train_as_under_torchs_ddp(ranks: int, seeds: range) -> None:
-    for results in spawn_ranks(ranks, _train_under_both, seeds, deadline=600):
+    for results in spawn_ranks(ranks, _train_under_both, seeds):
         for seed, (found, expected) in zip(seeds, results, strict=True):
             assert_same_trace(found, expected, some_training(seed))

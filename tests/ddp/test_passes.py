@@ -144,7 +144,7 @@ def _run_under_both(meeting: Meeting) -> dict[str, tuple[Grads, Grads]]:
 
 
 def test_the_passes_that_torch_averages_are_averaged_and_the_others_are_not() -> None:
-    results = spawn_ranks(2, _run_under_both, deadline=600)
+    results = spawn_ranks(2, _run_under_both)
     for name in SCRIPTS:
         for rank in range(2):
             ours, theirs = results[rank][name]

@@ -558,7 +558,7 @@ def _both(meeting: Meeting) -> dict[str, Any]:
 
 
 def test_training_ends_where_torchs_replicate_ends() -> None:
-    for found in spawn_ranks(2, _both, deadline=600):
+    for found in spawn_ranks(2, _both):
         for case, (ours, theirs) in found.items():
             assert_close(ours, theirs, msg=lambda text, case=case: f"{case}: {text}")
 

@@ -98,7 +98,7 @@ def _errors_under_both(meeting: Meeting) -> dict[str, list[Any]]:
 
 
 def test_unused_parameters_are_refused_in_the_pass_in_which_torch_refuses_them() -> None:
-    for found in spawn_ranks(2, _errors_under_both, deadline=600):
+    for found in spawn_ranks(2, _errors_under_both):
         for name, (at_once, late, theirs) in found.items():
             assert (name, at_once) == (name, theirs)
             assert (name, late) == (name, theirs)

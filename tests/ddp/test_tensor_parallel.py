@@ -84,7 +84,7 @@ def test_sharded_parameters_are_averaged_over_the_data_dimension() -> None:
         optimizer.step()
     expected = {name: p.grad for name, p in model.named_parameters()}
     values = {name: p.detach() for name, p in model.named_parameters()}
-    for results in spawn_ranks(4, _train_on_a_mesh, deadline=600):
+    for results in spawn_ranks(4, _train_on_a_mesh):
         for grads, weights, kinds in results:
             assert_same(grads, expected)
             assert_same(weights, values)

@@ -81,7 +81,7 @@ def _train_under_both(meeting: Meeting, backend: str) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_gan_in_the_manner_of_lightning_trains_as_under_torch(backend: str) -> None:
-    for rank in spawn_ranks(2, _train_under_both, backend, deadline=600):
+    for rank in spawn_ranks(2, _train_under_both, backend):
         for ours, theirs in rank:
             assert_same(ours, theirs)
 

@@ -48,7 +48,7 @@ def _log_under_both(meeting: Meeting) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_logging_data_has_torchs_keys_and_values() -> None:
     changing = {"master_port", "iteration", "num_buckets_reduced", "can_set_static_graph"}
-    for ours, theirs in spawn_ranks(2, _log_under_both, deadline=600):
+    for ours, theirs in spawn_ranks(2, _log_under_both):
         assert set(theirs) <= set(ours) | {"comm_hook"}
         alike = [k for k in theirs if "time" not in k and k not in changing and k in ours]
         assert {k: ours[k] for k in alike} == {k: theirs[k] for k in alike}
@@ -69,7 +69,7 @@ def _log_under_a_backend_of_ones_own(meeting: Meeting) -> list[str]:
 
 
 def test_a_backend_that_somebody_registered_is_reported_under_its_name() -> None:
-    assert spawn_ranks(1, _log_under_a_backend_of_ones_own, deadline=600) == [["custom"] * 3]
+    assert spawn_ranks(1, _log_under_a_backend_of_ones_own) == [["custom"] * 3]
 
 
 def test_logging_data_tells_what_is_set() -> None:
@@ -234,7 +234,7 @@ def _update_torch_groups(meeting: Meeting) -> tuple[Grads, Grads]:
 
 
 def test_torchs_groups_may_follow_each_other() -> None:
-    results = spawn_ranks(3, _update_torch_groups, deadline=600)
+    results = spawn_ranks(3, _update_torch_groups)
     for rank, (small, large) in enumerate(results):
         assert_same(large, mean_grads(Branches(), 3, loss))
         if rank < 2:

@@ -222,9 +222,9 @@ def loss_of(model: nn.Module, x: torch.Tensor, _number: torch.Tensor) -> torch.T
 def test_a_rank_that_is_killed_in_a_compiled_step_changes_no_bit(
     backend: str, tmp_path: Path
 ) -> None:
-    ((alone, steps),) = spawn_ranks(1, a_compiled_rank, "", backend, deadline=600)
+    ((alone, steps),) = spawn_ranks(1, a_compiled_rank, "", backend)
     with keeper(tmp_path, first=3, most=3) as path:
-        found = spawn_ranks(3, a_compiled_rank, path, backend, may_die=[1], deadline=600)
+        found = spawn_ranks(3, a_compiled_rank, path, backend, may_die=[1])
     for weights, done in (found[0], found[2]):
         assert done == steps == 10
         assert all(torch.equal(p, q) for p, q in zip(weights, alone, strict=True))

@@ -160,9 +160,7 @@ def test_kills_at_random_moments_change_no_bit(backend: str, seed: int, tmp_path
         deaths[rank] = late if chance.random() < 0.6 else place
     with keeper(tmp_path, first=3, most=4) as path:
         began = time.monotonic()
-        found = spawn_ranks(
-            total, a_rank, path, backend, epochs, deaths, may_die=deaths, deadline=600
-        )
+        found = spawn_ranks(total, a_rank, path, backend, epochs, deaths, may_die=deaths)
     require_all_equal(found, epochs)
     assert time.monotonic() - began < 90
 

@@ -297,7 +297,7 @@ def huddled(fn: Callable[[Group], None], size: int = 2) -> None:
         with new_group("huddle", SOON, store=store, rank=threads.rank(), world_size=size) as group:
             fn(group)
 
-    run_ranks(size, one_rank, deadline=600)
+    run_ranks(size, one_rank)
 
 
 # -- they carry paceline ---------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def over_letters(_: Meeting) -> tuple[str, bool]:
 
 
 def test_an_engine_over_a_store_carries_every_collective_and_a_wrapped_model() -> None:
-    assert spawn_ranks(2, over_letters, deadline=600) == [("letters", True)] * 2
+    assert spawn_ranks(2, over_letters) == [("letters", True)] * 2
 
 
 def test_an_engine_that_only_runs_and_only_adds_carries_them_too() -> None:

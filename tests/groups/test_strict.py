@@ -11,7 +11,6 @@ from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import needs_shm
 
-DEADLINE = 600.0
 both = pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_shm), "gloo"])
 
 
@@ -60,7 +59,7 @@ def swap_in_process(meeting: Meeting, backend: str, start: bool) -> object:
 def test_a_strict_group_raises_on_all_ranks_before_the_numbers_are_used(
     backend: str, start: bool
 ) -> None:
-    check(spawn_ranks(3, swap_in_process, backend, start, deadline=DEADLINE))
+    check(spawn_ranks(3, swap_in_process, backend, start))
 
 
 def test_what_is_split_off_a_strict_group_is_strict() -> None:
@@ -70,7 +69,7 @@ def test_what_is_split_off_a_strict_group_is_strict() -> None:
         assert part is not None
         return in_another_order(part)
 
-    check(run_ranks(2, one_rank, deadline=DEADLINE))
+    check(run_ranks(2, one_rank))
 
 
 def test_the_same_calls_pass_through_a_strict_group() -> None:
@@ -83,7 +82,7 @@ def test_the_same_calls_pass_through_a_strict_group() -> None:
         group.broadcast(total, 1)
         return total.item()
 
-    assert run_ranks(3, one_rank, deadline=DEADLINE) == [27.0] * 3
+    assert run_ranks(3, one_rank) == [27.0] * 3
 
 
 def test_ranks_that_stand_in_for_others_inside_join_pass_through_a_strict_group() -> None:
@@ -95,7 +94,7 @@ def test_ranks_that_stand_in_for_others_inside_join_pass_through_a_strict_group(
                 ddp(torch.ones(2, 3)).sum().backward()
         return group.rank()
 
-    assert run_ranks(3, one_rank, deadline=DEADLINE) == [0, 1, 2]
+    assert run_ranks(3, one_rank) == [0, 1, 2]
 
 
 def test_two_lines_differ_though_a_third_rank_stands_in() -> None:
@@ -112,7 +111,7 @@ def test_two_lines_differ_though_a_third_rank_stands_in() -> None:
                 group.all_reduce(total)
         return caught.value.rank_a, caught.value.rank_b
 
-    assert run_ranks(3, one_rank, deadline=DEADLINE) == [(1, 2)] * 3
+    assert run_ranks(3, one_rank) == [(1, 2)] * 3
 
 
 def disagree(meeting: Meeting) -> None:
@@ -122,7 +121,7 @@ def disagree(meeting: Meeting) -> None:
 
 def test_a_group_that_is_strict_on_some_ranks_only_is_refused() -> None:
     with pytest.raises(RanksFailedError, match=r"checks by rank: {0: 'strict', 1: 'warn'}"):
-        spawn_ranks(2, disagree, deadline=DEADLINE)
+        spawn_ranks(2, disagree)
 
 
 def test_a_setting_that_is_none_is_refused() -> None:

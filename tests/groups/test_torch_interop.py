@@ -166,7 +166,7 @@ def use_functional_collectives(meeting: Meeting, backend: str, compiled: bool) -
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functional_collectives_take_a_registered_group(backend: str, compiled: bool) -> None:
-    spawn_ranks(2, use_functional_collectives, backend, compiled, deadline=600)
+    spawn_ranks(2, use_functional_collectives, backend, compiled)
 
 
 def use_dtensor(meeting: Meeting, backend: str) -> None:
@@ -309,7 +309,7 @@ def waits_where_torch_asks(meeting: Meeting) -> tuple[str, list[int]]:
 
 
 def test_torchs_monitored_barrier_takes_our_groups_and_names_who_is_missing() -> None:
-    assert spawn_ranks(2, waits_where_torch_asks, deadline=600) == [
+    assert spawn_ranks(2, waits_where_torch_asks) == [
         ("paceline", [1]),
         ("paceline", []),
     ]

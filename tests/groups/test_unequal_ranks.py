@@ -164,7 +164,7 @@ def train(group: Group) -> list[float]:
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_ranks_that_differ_in_one_thing_have_the_right_numbers(difference: str) -> None:
-    first, *others = spawn_ranks(2, collectives_and_a_model, difference, 1, deadline=600)
+    first, *others = spawn_ranks(2, collectives_and_a_model, difference, 1)
     assert all(other == first for other in others)
     assert any(first), "the model has been trained"
 
@@ -178,7 +178,7 @@ def every_collective(meeting: Meeting) -> None:
 
 @pytest.mark.slow
 def test_every_collective_over_ranks_on_unequal_cores() -> None:
-    spawn_ranks(3, every_collective, deadline=600)
+    spawn_ranks(3, every_collective)
 
 
 # -- what is an error on all of them ----------------------------------------------------------

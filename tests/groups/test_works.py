@@ -64,7 +64,7 @@ def come_at_once(meeting: Meeting) -> bool:
 
 
 def test_a_work_that_is_always_waited_for_at_once_comes_back_done() -> None:
-    assert any(spawn_ranks(2, come_at_once, deadline=600))
+    assert any(spawn_ranks(2, come_at_once))
 
 
 def keep_its_tensors(meeting: Meeting) -> None:
@@ -79,7 +79,7 @@ def keep_its_tensors(meeting: Meeting) -> None:
 
 
 def test_a_work_has_its_tensors_whether_or_not_it_was_done_at_once() -> None:
-    spawn_ranks(2, keep_its_tensors, deadline=600)
+    spawn_ranks(2, keep_its_tensors)
 
 
 # -- a start does not wait -------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def start_before_the_other(meeting: Meeting) -> None:
 
 
 def test_a_start_comes_back_though_the_other_rank_does_not_come_before_that() -> None:
-    spawn_ranks(2, start_before_the_other, deadline=600)
+    spawn_ranks(2, start_before_the_other)
 
 
 def wait_crosswise(meeting: Meeting) -> None:
@@ -116,7 +116,7 @@ def wait_crosswise(meeting: Meeting) -> None:
 
 
 def test_ranks_may_wait_for_two_works_in_different_orders() -> None:
-    spawn_ranks(2, wait_crosswise, deadline=600)
+    spawn_ranks(2, wait_crosswise)
 
 
 def two_groups_crosswise(meeting: Meeting) -> None:
@@ -132,7 +132,7 @@ def two_groups_crosswise(meeting: Meeting) -> None:
 
 
 def test_ranks_may_start_on_two_groups_in_different_orders() -> None:
-    spawn_ranks(2, two_groups_crosswise, deadline=600)
+    spawn_ranks(2, two_groups_crosswise)
 
 
 # -- nobody waits ----------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def only_look(meeting: Meeting) -> None:
 
 
 def test_a_work_that_is_only_asked_whether_it_is_done_gets_done() -> None:
-    spawn_ranks(2, only_look, deadline=600)
+    spawn_ranks(2, only_look)
 
 
 def drop_it(meeting: Meeting) -> None:
@@ -175,7 +175,7 @@ def drop_it(meeting: Meeting) -> None:
 
 
 def test_a_work_that_is_dropped_is_done_all_the_same() -> None:
-    spawn_ranks(2, drop_it, deadline=600)
+    spawn_ranks(2, drop_it)
 
 
 def hear_of_it(meeting: Meeting) -> None:
@@ -188,7 +188,7 @@ def hear_of_it(meeting: Meeting) -> None:
 
 
 def test_whoever_asked_to_be_told_is_told_though_nobody_waits() -> None:
-    spawn_ranks(2, hear_of_it, deadline=600)
+    spawn_ranks(2, hear_of_it)
 
 
 # -- other threads ---------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def call_from_two_threads(meeting: Meeting) -> None:
 
 
 def test_calls_of_another_thread_come_after_what_was_started_before() -> None:
-    spawn_ranks(2, call_from_two_threads, deadline=600)
+    spawn_ranks(2, call_from_two_threads)
 
 
 def wait_in_two_threads(meeting: Meeting) -> None:
@@ -230,7 +230,7 @@ def wait_in_two_threads(meeting: Meeting) -> None:
 
 
 def test_several_threads_may_wait_for_one_work() -> None:
-    spawn_ranks(2, wait_in_two_threads, deadline=600)
+    spawn_ranks(2, wait_in_two_threads)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def differ(meeting: Meeting) -> None:
 
 
 def test_calls_that_differ_are_an_error_of_the_wait_and_not_of_the_start() -> None:
-    spawn_ranks(2, differ, deadline=600)
+    spawn_ranks(2, differ)
 
 
 def never_come(meeting: Meeting) -> None:
@@ -268,7 +268,7 @@ def never_come(meeting: Meeting) -> None:
 
 
 def test_a_rank_that_never_comes_is_an_error_of_the_wait_after_the_timeout() -> None:
-    spawn_ranks(2, never_come, deadline=600)
+    spawn_ranks(2, never_come)
 
 
 def outlive(meeting: Meeting) -> None:
@@ -282,7 +282,7 @@ def outlive(meeting: Meeting) -> None:
 
 
 def test_a_dead_rank_is_named_by_the_wait() -> None:
-    spawn_ranks(2, outlive, deadline=600, may_die=[0])
+    spawn_ranks(2, outlive, may_die=[0])
 
 
 # -- the recorder ----------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def be_recorded(meeting: Meeting) -> None:
 
 
 def test_the_recorder_knows_when_each_of_them_ended() -> None:
-    spawn_ranks(2, be_recorded, deadline=600)
+    spawn_ranks(2, be_recorded)
 
 
 # -- as torch calls --------------------------------------------------------------------------------
@@ -339,4 +339,4 @@ def through_torch(meeting: Meeting) -> None:
 
 
 def test_torchs_own_functions_get_the_reduction_they_ask_for() -> None:
-    spawn_ranks(2, through_torch, deadline=600)
+    spawn_ranks(2, through_torch)

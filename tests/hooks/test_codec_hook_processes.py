@@ -29,7 +29,6 @@ from tests.hooks.test_codec_hook import (
     wrapped,
 )
 
-DEADLINE = 600.0
 Runs = dict[str, Tensor]
 
 
@@ -47,15 +46,15 @@ def in_process(meeting: Meeting, backend: str) -> Runs:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_two_processes_have_the_bits_that_two_threads_have(backend: str) -> None:
-    wanted = run_ranks(2, all_codecs, deadline=DEADLINE)[0]
-    for found in spawn_ranks(2, in_process, backend, deadline=DEADLINE):
+    wanted = run_ranks(2, all_codecs)[0]
+    for found in spawn_ranks(2, in_process, backend):
         for kind, rows in found.items():
             assert torch.equal(rows, wanted[kind]), kind
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("shm", 4), ("gloo", 3)])
 def test_more_processes_have_the_same_bits_and_the_mean(backend: str, ranks: int) -> None:
-    results = spawn_ranks(ranks, in_process, backend, deadline=DEADLINE)
+    results = spawn_ranks(ranks, in_process, backend)
     wanted = expected(ranks, 3)
     for kind, rows in results[0].items():
         for other in results[1:]:
@@ -87,8 +86,8 @@ def with_wrapper(wrapper: type[nn.Module]) -> Runs:
 
 
 def test_in_torchs_default_group_and_in_torchs_wrapper_it_gives_the_same_bits() -> None:
-    wanted = run_ranks(2, all_codecs, deadline=DEADLINE)[0]
-    for ours, torchs in spawn_ranks(2, in_torch_world, deadline=DEADLINE):
+    wanted = run_ranks(2, all_codecs)[0]
+    for ours, torchs in spawn_ranks(2, in_torch_world):
         for kind, rows in wanted.items():
             assert torch.equal(ours[kind], rows), kind
             assert torch.equal(torchs[kind], rows), kind
@@ -128,8 +127,8 @@ def train_one(group: Group, kind: str, saved: bytes | None) -> tuple[Tensor, byt
 
 
 def test_processes_that_resume_from_checkpoints_come_to_the_same_bits() -> None:
-    whole = spawn_ranks(2, train, None, deadline=DEADLINE)
-    resumed = spawn_ranks(2, train, whole, deadline=DEADLINE)
+    whole = spawn_ranks(2, train, None)
+    resumed = spawn_ranks(2, train, whole)
     for kind, (weights, _) in whole[0].items():
         for results in (*whole, *resumed):
             assert torch.equal(results[kind][0], weights), kind

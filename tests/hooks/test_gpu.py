@@ -69,7 +69,7 @@ def _encoded_on_two_ranks(meeting: Meeting) -> dict[str, Grads]:
 
 
 def test_codecs_leave_ranks_that_share_a_gpu_with_the_same_bits() -> None:
-    first, second = spawn_ranks(2, _encoded_on_two_ranks, deadline=600)
+    first, second = spawn_ranks(2, _encoded_on_two_ranks)
     for name in first:
         assert_same(first[name], second[name], rtol=0, atol=0)
         assert all(value.isfinite().all() for value in first[name].values())
@@ -86,7 +86,7 @@ def _two_ranks(meeting: Meeting) -> dict[str, Grads]:
 
 
 def test_every_hook_averages_over_gloo() -> None:
-    ranks = spawn_ranks(2, _two_ranks, deadline=600)
+    ranks = spawn_ranks(2, _two_ranks)
     for found in ranks:
         for name, entry in TABLE.items():
             assert_near(found[name], found["none"], max(entry.close, 1e-5))

@@ -55,7 +55,7 @@ def _all_hooks(meeting: Meeting, backend: str) -> dict[str, Grads]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "stock gloo"])
 def test_every_hook_averages_over(backend: str) -> None:
-    ranks = spawn_ranks(2, _all_hooks, backend, deadline=600)
+    ranks = spawn_ranks(2, _all_hooks, backend)
     for found in ranks:
         for name, entry in TABLE.items():
             assert_near(found[name], found["none"], max(entry.close, 1e-5))
@@ -90,7 +90,7 @@ CLOSE = {"allreduce": 1e-6, "fp16": 1e-3, "noop": 0.0, "post-local": 1e-6}
 
 
 def test_our_hooks_give_under_torchs_ddp_what_torchs_give() -> None:
-    for found in spawn_ranks(2, _under_torch, deadline=600):
+    for found in spawn_ranks(2, _under_torch):
         for name, (ours, torchs) in found.items():
             assert_near(ours, torchs, CLOSE[name])
 
@@ -173,7 +173,7 @@ def _train_with_power(meeting: Meeting) -> dict[str, list[float]]:
     torch.cuda.is_available(), reason="torch's hook asks for a GPU wherever there is one"
 )
 def test_powersgd_learns_as_well_as_torchs() -> None:
-    for found in spawn_ranks(2, _train_with_power, deadline=600):
+    for found in spawn_ranks(2, _train_with_power):
         none = found.pop("none")
         assert none[-1] < 0.5 * none[0]
         for name, losses in found.items():

@@ -88,7 +88,7 @@ def train(entry: Entry | None, situation: Situation, **options: Any) -> list[Gra
         situation(ddp, group.rank())
         return grads(ddp)
 
-    return run_ranks(RANKS, one_rank, deadline=600)
+    return run_ranks(RANKS, one_rank)
 
 
 EXPECTED: dict[str, Grads] = {}
@@ -143,7 +143,7 @@ def test_a_hook_keeps_the_ranks_alike_over_many_steps(hook: str) -> None:
             losses.append(value.item())
         return [p.detach().clone() for p in ddp.parameters()], losses[0], losses[-1]
 
-    ranks = run_ranks(2, one_rank, deadline=600)
+    ranks = run_ranks(2, one_rank)
     for params, first, last in ranks:
         assert last < 0.6 * first
         for mine, theirs in zip(params, ranks[0][0], strict=True):

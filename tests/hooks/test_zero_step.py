@@ -58,7 +58,7 @@ def test_the_step_inside_is_the_step_after(wrapper: Any) -> None:
     def one_rank(group: Group) -> Any:
         return train(overlapped(group, wrapper), group), separate(group)
 
-    for inside, after in run_ranks(2, one_rank, deadline=600):
+    for inside, after in run_ranks(2, one_rank):
         assert_same(inside, after)
 
 
@@ -86,7 +86,7 @@ def test_weights_are_divided_by_before_the_step() -> None:
             found.append(weights(ddp))
         return found
 
-    for inside, after in run_ranks(2, one_rank, deadline=600):
+    for inside, after in run_ranks(2, one_rank):
         assert_same(inside, after)
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_has_run_out_still_steps_its_shard() -> None:
             found.append(weights(ddp))
         return found
 
-    ranks = run_ranks(2, one_rank, deadline=600)
+    ranks = run_ranks(2, one_rank)
     for inside, _ in ranks:  # without, the last rank alone has taken the last step
         assert_same(inside, ranks[1][1])
 
@@ -126,7 +126,7 @@ def test_a_pass_that_fails_somewhere_steps_nowhere() -> None:
             loss(ddp, batch(group.rank())).backward()
         return before, weights(ddp)
 
-    for before, after in run_ranks(2, one_rank, deadline=600):
+    for before, after in run_ranks(2, one_rank):
         assert_same(after, before, rtol=0, atol=0)
 
 
@@ -138,7 +138,7 @@ def test_any_hook_may_do_the_averaging(name: str) -> None:
         ddp = overlapped(group, WRAPPERS[1], entry.hook, entry.state(group))
         return train(ddp, group), separate(group)
 
-    ranks = run_ranks(2, one_rank, deadline=600)
+    ranks = run_ranks(2, one_rank)
     for inside, after in ranks:
         assert_same(inside, after, rtol=1e-2, atol=1e-2)
         assert_same(inside, ranks[0][0], rtol=0, atol=0)
@@ -174,6 +174,6 @@ def _under_torch(meeting: Meeting) -> list[dict[str, Tensor]]:
 
 
 def test_it_works_under_torchs_ddp_over_gloo() -> None:
-    for inside, interleaved, after in spawn_ranks(2, _under_torch, deadline=600):
+    for inside, interleaved, after in spawn_ranks(2, _under_torch):
         assert_same(inside, after)
         assert_same(interleaved, after)

@@ -22,8 +22,8 @@ def losses(lines: list[str]) -> list[float]:
 @quiet
 def test_accelerate_prepares_our_wrapper_and_learns_what_it_learns_on_torch() -> None:
     pytest.importorskip("accelerate")
-    ours = on_ranks(2, "examples/accelerate_loop.py", deadline=600)
-    theirs = on_ranks(2, "examples/accelerate_loop.py", "--torch", deadline=600)
+    ours = on_ranks(2, "examples/accelerate_loop.py")
+    theirs = on_ranks(2, "examples/accelerate_loop.py", "--torch")
     assert ours[0].startswith("paceline.ddp.wrapper, Group(")
     assert theirs[0].startswith("torch.nn.parallel.distributed, ")
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
@@ -34,7 +34,7 @@ def test_accelerate_prepares_our_wrapper_and_learns_what_it_learns_on_torch() ->
 @pytest.mark.slow
 def test_killed_members_of_an_accelerate_loop_change_no_bit() -> None:
     pytest.importorskip("accelerate")
-    assert_two_equal_digests(run("examples/accelerate_elastic.py", deadline=600))
+    assert_two_equal_digests(run("examples/accelerate_elastic.py"))
 
 
 @quiet
@@ -76,5 +76,5 @@ def test_the_trainer_of_transformers_learns_on_paceline_what_it_learns_on_torch(
 
 def told(*arguments: str) -> list[str]:
     """What the example itself says, apart from what the Trainer prints."""
-    lines = on_ranks(2, "examples/hf_trainer.py", *arguments, deadline=600)
+    lines = on_ranks(2, "examples/hf_trainer.py", *arguments)
     return [line for line in lines if line.startswith(("paceline.", "torch.", "losses "))]

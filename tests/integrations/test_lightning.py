@@ -99,8 +99,8 @@ def strategy_state(fabric: Any, model: Any) -> dict[str, Any]:
 @quiet
 def test_fabric_learns_on_paceline_what_it_learns_on_its_own_ddp() -> None:
     pytest.importorskip("lightning.fabric")
-    theirs = spawn_ranks(2, train_fabric, "ddp", deadline=600)
-    ours = spawn_ranks(2, train_fabric, "paceline", deadline=600)
+    theirs = spawn_ranks(2, train_fabric, "ddp")
+    ours = spawn_ranks(2, train_fabric, "paceline")
     for one, other in zip(ours, theirs, strict=True):
         assert one["ours"]
         assert not other["ours"]
@@ -112,7 +112,7 @@ def test_fabric_learns_on_paceline_what_it_learns_on_its_own_ddp() -> None:
 @quiet
 def test_the_strategy_takes_another_backend_of_torchs() -> None:
     pytest.importorskip("lightning.fabric")
-    for found in spawn_ranks(2, train_fabric, "", "gloo", deadline=600):
+    for found in spawn_ranks(2, train_fabric, "", "gloo"):
         assert found["ours"]
         assert not found["group"].startswith("Group(")
 
@@ -120,7 +120,7 @@ def test_the_strategy_takes_another_backend_of_torchs() -> None:
 @quiet
 def test_the_example_for_fabric_learns() -> None:
     pytest.importorskip("lightning.fabric")
-    said = on_ranks(2, "examples/fabric.py", deadline=600)
+    said = on_ranks(2, "examples/fabric.py")
     assert said[0].startswith("2 ranks, Group(")
     assert float(said[-1].split()[-1]) < 0.3
 
@@ -129,7 +129,7 @@ def test_the_example_for_fabric_learns() -> None:
 @pytest.mark.slow
 def test_killed_members_of_a_fabric_loop_change_no_bit() -> None:
     pytest.importorskip("lightning.fabric")
-    assert_two_equal_digests(run("examples/fabric_elastic.py", deadline=600))
+    assert_two_equal_digests(run("examples/fabric_elastic.py"))
 
 
 @quiet
@@ -219,8 +219,8 @@ def train_trainer(meeting: Meeting, strategy: str, manual: bool) -> dict[str, An
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_the_trainer_learns_on_paceline_what_it_learns_on_its_own_ddp(manual: bool) -> None:
     pytest.importorskip("lightning.pytorch")
-    theirs = spawn_ranks(2, train_trainer, "ddp", manual, deadline=600)
-    ours = spawn_ranks(2, train_trainer, "paceline", manual, deadline=600)
+    theirs = spawn_ranks(2, train_trainer, "ddp", manual)
+    ours = spawn_ranks(2, train_trainer, "paceline", manual)
     for one, other in zip(ours, theirs, strict=True):
         assert one["kind"] == "paceline.integrations.lightning_trainer"
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-6)

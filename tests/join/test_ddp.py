@@ -592,7 +592,7 @@ def fail_on_rank_one_or_lose(group: Group, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["plain", "sync"])
 def test_over_gloo_with_other_joinables_the_end_of_the_process_frees_the_rest(kind: str) -> None:
-    found = spawn_ranks(2, fail_and_end, kind, deadline=600, may_die={1})
+    found = spawn_ranks(2, fail_and_end, kind, may_die={1})
     assert found[0] is not None
     assert found[0] != "nothing"
 
@@ -631,7 +631,7 @@ def test_a_rank_that_dies_is_named_with_the_step(kind: str, where: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "sync"])
 def test_over_gloo_a_rank_that_dies_ends_the_context_of_its_peer(kind: str) -> None:
-    found = spawn_ranks(2, die_in_step_two_of_two, kind, may_die={1}, deadline=600)
+    found = spawn_ranks(2, die_in_step_two_of_two, kind, may_die={1})
     assert found[0] is not None
     assert found[0][0] != "nothing"
 
@@ -712,7 +712,7 @@ def refuse_torchs_join(meeting: Meeting) -> str:
 
 
 def test_torchs_join_is_refused_for_models_with_layers_on_every_rank() -> None:
-    for said in spawn_ranks(2, refuse_torchs_join, deadline=600):
+    for said in spawn_ranks(2, refuse_torchs_join):
         assert "paceline.Join" in said
 
 

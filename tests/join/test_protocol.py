@@ -216,7 +216,7 @@ def test_standing_in_for_more_than_a_thousand_steps_is_warned_of_once() -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, one_rank, deadline=600)
+        run_ranks(2, one_rank)
     told = [str(w.message) for w in caught if "skew" in str(w.message)]
     assert len(told) == 1
     assert told[0].startswith(
@@ -395,7 +395,7 @@ def fail_over_shm(meeting: Meeting, where: str, steps: int) -> tuple[str, bool]:
 
 @pytest.mark.parametrize(("where", "steps"), [("before", 5), ("inside", 5), ("inside", 0)])
 def test_between_processes_over_shared_memory_too(where: str, steps: int) -> None:
-    results = spawn_ranks(2, fail_over_shm, where, steps, deadline=600)
+    results = spawn_ranks(2, fail_over_shm, where, steps)
     assert "Boom: no more disk" in results[0][0]
     assert all(works for _, works in results)
 
@@ -510,7 +510,7 @@ def die_in_step_two(meeting: Meeting) -> tuple[str, int]:
 
 
 def test_a_rank_that_dies_without_joining_is_named_with_the_step() -> None:
-    text, step = spawn_ranks(2, die_in_step_two, may_die=[1], deadline=600)[0]
+    text, step = spawn_ranks(2, die_in_step_two, may_die=[1])[0]
     assert "rank 1 died" in text
     assert step == 2
 
@@ -534,7 +534,7 @@ def fail_over_stock_gloo(meeting: Meeting) -> str:
 
 
 def test_over_a_stock_group_the_message_is_there_once_the_process_is_gone() -> None:
-    text = spawn_ranks(2, fail_over_stock_gloo, may_die=[1], deadline=600)[0]
+    text = spawn_ranks(2, fail_over_stock_gloo, may_die=[1])[0]
     assert "rank 1 failed inside the Join context in step 1: Boom: no more disk" in text
 
 
@@ -558,7 +558,7 @@ def fail_together_over_stock_gloo(meeting: Meeting) -> float:
 
 
 def test_over_a_stock_group_ranks_that_all_fail_each_raise_their_own() -> None:
-    assert spawn_ranks(2, fail_together_over_stock_gloo, deadline=600) == [2.0, 2.0]
+    assert spawn_ranks(2, fail_together_over_stock_gloo) == [2.0, 2.0]
 
 
 def fail_in_stock_backward(meeting: Meeting) -> tuple[str, float]:
@@ -579,7 +579,7 @@ def fail_in_stock_backward(meeting: Meeting) -> tuple[str, float]:
 
 @needs_shm  # gloo ends the process when ranks call different things
 def test_a_rank_that_fails_in_the_middle_of_torchs_backward_frees_the_others() -> None:
-    results = spawn_ranks(3, fail_in_stock_backward, deadline=600)
+    results = spawn_ranks(3, fail_in_stock_backward)
     assert [total for _, total in results] == [3.0] * 3, "the group goes on"
     for rank in (0, 2):
         assert "rank 1 failed inside the Join context: ZeroDivisionError" in results[rank][0]
@@ -608,7 +608,7 @@ def count(meeting: Meeting, backend: str) -> tuple[list[float], int, list[bool]]
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "torch", "torch default"])
 def test_any_group_will_do(backend: str) -> None:
-    zero, one = spawn_ranks(2, count, backend, deadline=600)
+    zero, one = spawn_ranks(2, count, backend)
     assert zero == ([2.0], 2, [False])
     assert one == ([2.0, 1.0, 1.0], 0, [True])
 
@@ -632,7 +632,7 @@ def join_theirs_and_ours(meeting: Meeting) -> tuple[list[float], list[float], li
 
 
 def test_our_joinables_go_into_torchs_join_and_torchs_notice_fits_ours() -> None:
-    zero, one = spawn_ranks(2, join_theirs_and_ours, deadline=600)
+    zero, one = spawn_ranks(2, join_theirs_and_ours)
     assert zero == ([2.0], [2.0], [False, False])
     assert one == ([2.0, 1.0, 1.0], [2.0, 1.0, 1.0], [True, True])
 
@@ -661,5 +661,5 @@ def train_stock_in_both(meeting: Meeting, backend: str) -> tuple[list[Tensor], l
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_torchs_ddp_and_zero_train_alike_in_torchs_join_and_in_ours(backend: str) -> None:
-    for theirs, ours in spawn_ranks(2, train_stock_in_both, backend, deadline=600):
+    for theirs, ours in spawn_ranks(2, train_stock_in_both, backend):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

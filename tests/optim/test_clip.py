@@ -191,7 +191,7 @@ def test_dtensors_are_clipped_with_one_collective(order: float) -> None:
     for number, param in enumerate(whole):
         param.grad = data(*param.shape, seed=10 + number)
     norm = nn.utils.clip_grad_norm_(whole, 0.5, order)
-    for found, calls, grads in spawn_ranks(2, clip_dtensors, order, deadline=600):
+    for found, calls, grads in spawn_ranks(2, clip_dtensors, order):
         assert found == pytest.approx(float(norm))
         assert calls == ["all_reduce"]
         assert_close(grads, [param.grad for param in whole])

@@ -167,7 +167,7 @@ def test_an_error_is_raised_while_the_others_are_still_asked(deaf: Deaf) -> None
         given_up.set()
         return caught.value
 
-    error = run_ranks(2, one_rank, deadline=DEADLINE)[0]
+    error = run_ranks(2, one_rank)[0]
     assert error is not None
     assert error.verdict == "", "nobody has said anything yet"
     deaf.let.set()
@@ -190,7 +190,7 @@ def test_calls_that_fail_together_are_explained_together(deaf: Deaf) -> None:
         given_up.set()
         return errors
 
-    errors = run_ranks(2, one_rank, deadline=DEADLINE)[0]
+    errors = run_ranks(2, one_rank)[0]
     deaf.let.set()
     said = {error.wait_for_verdict(DEADLINE) for error in errors}
     assert len(errors) == 8
@@ -209,7 +209,7 @@ def test_failures_beyond_some_at_once_start_no_more_threads(deaf: Deaf) -> None:
                 watch.failed(own, error)
         group.barrier()
 
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
     assert deaf.asked <= explain.AT_ONCE
 
 
@@ -251,7 +251,7 @@ def is_stopped(pid: int) -> bool:
 def test_the_explanation_still_appears_when_the_process_ends_right_after_the_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    text = spawn_ranks(2, wait_for_a_stopped_rank, deadline=DEADLINE, may_die=[1])[0]
+    text = spawn_ranks(2, wait_for_a_stopped_rank, may_die=[1])[0]
     err = capfd.readouterr().err
     assert "waiting for rank 1" in text
     assert "does not answer" not in text, "it is too early to know"
@@ -287,12 +287,12 @@ def train_with_eight_buckets(meeting: Meeting) -> tuple[str, int]:
 
 @needs_shm
 def test_a_killed_rank_is_asked_for_once_however_many_buckets_wait_for_it() -> None:
-    _, *survivors = spawn_ranks(3, train_with_eight_buckets, deadline=DEADLINE, may_die=[0])
+    _, *survivors = spawn_ranks(3, train_with_eight_buckets, may_die=[0])
     assert survivors == [("PeerDiedError", 1)] * 2
 
 
 def test_last_words_are_read_before_a_rank_is_called_gone() -> None:
-    said = spawn_ranks(2, leave_with_words, deadline=DEADLINE)[0]
+    said = spawn_ranks(2, leave_with_words)[0]
     assert said == ["its process has ended"] * 20
 
 

@@ -27,7 +27,6 @@ from tests.marks import needs_shm
 from tests.recorder.patience import be_patient
 from tests.waiting import until
 
-DEADLINE = 600.0
 SUM = "all_reduce SUM of float32[4]"
 
 
@@ -263,7 +262,7 @@ def swap_in_process(meeting: Meeting, backend: str, end: str) -> None:
 def test_a_short_program_is_told_before_it_ends(
     backend: str, end: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spawn_ranks(2, swap_in_process, backend, end, deadline=DEADLINE)
+    spawn_ranks(2, swap_in_process, backend, end)
     assert len(said(capfd.readouterr().err)) == 1
 
 
@@ -291,7 +290,7 @@ def drop_in_process(meeting: Meeting, backend: str, first: int) -> None:
 def test_a_swap_is_told_though_a_rank_drops_the_group_and_goes_on(
     backend: str, first: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spawn_ranks(2, drop_in_process, backend, first, deadline=DEADLINE)
+    spawn_ranks(2, drop_in_process, backend, first)
     assert len(said(capfd.readouterr().err)) == 1
 
 

@@ -18,8 +18,6 @@ from paceline.recorder import events
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.waiting import until
 
-DEADLINE = 600.0
-
 
 @pytest.fixture(autouse=True)
 def empty() -> Iterator[None]:
@@ -66,7 +64,7 @@ def save_both_ways(meeting: Meeting, folder: str) -> str:
 
 
 def test_processes_save_when_asked_and_at_their_end(tmp_path: Path) -> None:
-    paths = spawn_ranks(2, save_both_ways, str(tmp_path), deadline=DEADLINE)
+    paths = spawn_ranks(2, save_both_ways, str(tmp_path))
     assert [Path(path).name for path in paths] == ["rank-00000.json", "rank-00001.json"]
     for folder in (tmp_path, tmp_path / "at-exit"):
         logs = recorder.read_run(folder)
@@ -90,7 +88,7 @@ def save_from_subgroups(meeting: Meeting, folder: str) -> None:
 
 
 def test_ranks_of_subgroups_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    spawn_ranks(2, save_from_subgroups, str(tmp_path), deadline=DEADLINE)
+    spawn_ranks(2, save_from_subgroups, str(tmp_path))
     assert [log.rank for log in recorder.read_run(tmp_path)] == [0, 1]
 
 

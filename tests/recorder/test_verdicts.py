@@ -88,7 +88,7 @@ def _is_premature(words: str) -> bool:
 
 
 def verdict(backend: str, bug: Callable[[Group, Store], None], ranks: int = 2) -> str:
-    said = spawn_ranks(ranks, hear_of, backend, bug.__name__, deadline=DEADLINE, may_die=[1])
+    said = spawn_ranks(ranks, hear_of, backend, bug.__name__, may_die=[1])
     return said[0]
 
 
@@ -167,7 +167,7 @@ def give_up(meeting: Meeting, backend: str) -> tuple[str, str]:
 
 @both
 def test_the_error_at_the_timeout_says_who_is_missing_and_where(backend: str) -> None:
-    text, field = spawn_ranks(2, give_up, backend, deadline=DEADLINE)[0]
+    text, field = spawn_ranks(2, give_up, backend)[0]
     assert "Rank 1 is missing: it is at" in text
     assert "# rank 1 is here" in text
     assert "test_verdicts.py" in text
@@ -198,7 +198,7 @@ def wait_on_a_torch_group(meeting: Meeting) -> str:
 
 
 def test_a_rank_that_is_missing_from_a_torch_group_is_named_too() -> None:
-    said = spawn_ranks(2, wait_on_a_torch_group, deadline=DEADLINE)[0]
+    said = spawn_ranks(2, wait_on_a_torch_group)[0]
     assert "all_reduce SUM of float32[3] (call 2 of the group gloo:0,1)" in said
     assert "Rank 1 is missing" in said
     assert "# rank 1 stays behind" in said

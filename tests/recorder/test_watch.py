@@ -81,7 +81,7 @@ def test_a_late_call_is_explained_once_on_every_rank_that_waits(
 
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(await_notes)
-        run_ranks(3, one_rank, deadline=DEADLINE)
+        run_ranks(3, one_rank)
         looking.result()
     printed = [row for row in capfd.readouterr().err.splitlines() if row.startswith("paceline:")]
     assert len(printed) == 2
@@ -132,7 +132,7 @@ def test_a_call_that_a_device_does_not_end_is_explained(capfd: pytest.CaptureFix
         assert explained.wait(DEADLINE)
         group.board.marks = None
 
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
     rows = [row for row in capfd.readouterr().err.splitlines() if "Rank 1 has made" in row]
     assert len(rows) == 1
     assert "but its device is still busy with what came before it" in rows[0]
@@ -153,7 +153,7 @@ def test_a_call_that_a_device_has_ended_is_not_looked_at_again() -> None:
         assert group.board.reopen(0) is None
         assert group.board.on_device is None
 
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
 
 
 def test_what_comes_in_time_is_not_explained(capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +189,7 @@ def test_a_store_that_is_busy_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -
         group.barrier()
 
     monkeypatch.setattr(watch.peers, "look_up", wait)
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
 
 
 def test_the_warning_time_is_ten_seconds_or_what_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_rank_that_waits_for_a_started_call_of_another_group_says_so() -> None
             told.append(account_of(board).elsewhere)
         asked.set()
 
-    run_ranks(2, one_rank, deadline=DEADLINE)
+    run_ranks(2, one_rank)
     assert told[-1].startswith("all_reduce of the group threads:0,1 at ")
 
 
@@ -373,7 +373,7 @@ def fork_a_child(meeting: Meeting) -> tuple[int, int]:
 
 
 def test_a_forked_child_is_no_rank_and_the_parent_still_answers() -> None:
-    assert spawn_ranks(2, fork_a_child, deadline=DEADLINE) == [(0, 1), (0, 0)]
+    assert spawn_ranks(2, fork_a_child) == [(0, 1), (0, 0)]
 
 
 def fork_while_all_is_locked(meeting: Meeting) -> tuple[int, int, int]:
@@ -424,7 +424,7 @@ def _use_all_in_the_child(error: CollectiveTimeoutError, board: events.Board) ->
 
 
 def test_a_child_forked_at_any_moment_is_not_stuck_and_does_not_end_its_parent() -> None:
-    found = spawn_ranks(2, fork_while_all_is_locked, deadline=DEADLINE)
+    found = spawn_ranks(2, fork_while_all_is_locked)
     assert found == [(7, 0, 1), (7, 0, 0)]
 
 
@@ -442,7 +442,7 @@ def measure_clocks(meeting: Meeting) -> float:
 
 
 def test_two_ranks_of_one_host_find_their_clocks_alike() -> None:
-    for offset in spawn_ranks(2, measure_clocks, deadline=DEADLINE):
+    for offset in spawn_ranks(2, measure_clocks):
         assert abs(offset) < 1.0
 
 

@@ -172,7 +172,7 @@ def train(run: Run, ranks: int) -> dict[str, Tensor]:
         trainee.train(0, run.steps)
         return trainee.state()
 
-    first, *others = run_ranks(ranks, one_rank, deadline=600)
+    first, *others = run_ranks(ranks, one_rank)
     for other in others:
         require_equal(first, other)
     return first

@@ -110,7 +110,7 @@ def with_threads(meeting: Meeting) -> str:
 
 
 def test_ranks_with_different_numbers_of_threads_are_refused() -> None:
-    for said in spawn_ranks(2, with_threads, deadline=600):
+    for said in spawn_ranks(2, with_threads):
         assert "rank 0 has 1; rank 1 has 2" in said
 
 
@@ -127,7 +127,7 @@ def dies(meeting: Meeting) -> list[int]:
 
 
 def test_a_rank_that_dies_in_a_shard_is_noticed_at_the_end_of_the_step() -> None:
-    assert spawn_ranks(2, dies, may_die=[1], deadline=600) == [[1], None]
+    assert spawn_ranks(2, dies, may_die=[1]) == [[1], None]
 
 
 class Squares(nn.Module):

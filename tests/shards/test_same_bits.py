@@ -78,9 +78,9 @@ def one_process(meeting: Meeting, backend: str, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_processes_have_the_same_bits(backend: str) -> None:
     run = Run(shards=7, parts=PARTS, optimizer="AdamW", clip=0.1, tokens=True, seed=3)
-    (alone,) = spawn_ranks(1, one_process, backend, run, deadline=600)
+    (alone,) = spawn_ranks(1, one_process, backend, run)
     for ranks in (2, 3):
-        for found in spawn_ranks(ranks, one_process, backend, run, deadline=600):
+        for found in spawn_ranks(ranks, one_process, backend, run):
             require_equal(alone, found)
 
 
@@ -118,7 +118,7 @@ def test_processes_have_the_same_bits_after_twenty_steps_on_any_number_of_ranks(
     backend: str, drawn: list[Run]
 ) -> None:
     trained = [Run(**{**vars(run), "steps": 20}) for run in drawn]
-    ranks = spawn_ranks(max(SIZES), digests, backend, trained, deadline=600)
+    ranks = spawn_ranks(max(SIZES), digests, backend, trained)
     for number, run in enumerate(trained):
         found = {(n, r): state for r, rank in enumerate(ranks) for n, state in rank[number].items()}
         assert len(found) == sum(SIZES)
@@ -153,7 +153,7 @@ def one_part(meeting: Meeting, run: Run, path: str, first: int, last: int) -> di
 def test_a_run_that_goes_on_on_fewer_ranks_is_the_run_on_one(tmp_path: Any, zero: bool) -> None:
     parts = ("dropout", "batchnorm", "branches")
     run = Run(shards=6, parts=parts, optimizer="AdamW", zero=zero, steps=6, tokens=True)
-    (whole,) = spawn_ranks(1, one_part, run, str(tmp_path), 0, 6, deadline=600)
+    (whole,) = spawn_ranks(1, one_part, run, str(tmp_path), 0, 6)
     for ranks, first, last in ((4, 0, 2), (3, 2, 4), (1, 4, 6)):
-        states = spawn_ranks(ranks, one_part, run, str(tmp_path), first, last, deadline=600)
+        states = spawn_ranks(ranks, one_part, run, str(tmp_path), first, last)
     require_equal(whole, states[0])

@@ -7,6 +7,7 @@ import threading
 
 from paceline.cli.run.lines import IDLE, Piece, RankLines
 from paceline.cli.run.screen import Bar, OutputReader, Screen
+from tests.waiting import PATIENCE, until
 
 
 class Terminal(io.StringIO):
@@ -120,7 +121,7 @@ class HeldStream(io.StringIO):
 
     def write(self, text: str) -> int:
         self.reached.set()
-        assert self.let_go.wait(60)
+        assert self.let_go.wait(PATIENCE)
         return super().write(text)
 
 
@@ -132,10 +133,9 @@ def test_last_lines_of_a_rank_are_shown_though_others_are_to_be_shown_meanwhile(
     reader = OutputReader()
     ranks = [_writer(reader, rank, 1) for rank in (0, 1, 2)]
     reader.show({0})
-    while reader.shown is None:
-        pass
+    assert until(lambda: reader.shown is not None)
     os.write(ranks[0], b"held\n")
-    assert screen.reached.wait(60)
+    assert screen.reached.wait(PATIENCE)
     os.write(ranks[0], b"last\nwords")
     os.close(ranks[0])
     reader.show({1})
@@ -156,8 +156,7 @@ def test_once_ranks_are_asked_for_none_is_not_all(monkeypatch) -> None:
     out, err = _writer(reader, 0, 1), _writer(reader, 0, 2)
     os.write(out, b"before\n")
     reader.show(())
-    while reader.shown is None:
-        pass
+    assert until(lambda: reader.shown is not None)
     os.write(out, b"hidden\n")
     os.write(err, b"an error\n")
     os.close(out)

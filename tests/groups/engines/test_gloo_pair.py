@@ -74,7 +74,7 @@ def test_sums_and_means_are_right_at_every_size(dtype: torch.dtype, average: boo
     first, second = tensors(0, dtype), tensors(1, dtype)
     sums = [(a + b) / (2 if average else 1) for a, b in zip(first, second, strict=True)]
     expected = [t[-1000:] for t in sums]
-    by_rank = spawn_ranks(2, reduce_all, dtype, average, deadline=600)
+    by_rank = spawn_ranks(2, reduce_all, dtype, average)
     for rank, (waited, together, kept) in enumerate(by_rank):
         assert_close(waited, expected)
         assert_close(together, expected)
@@ -94,4 +94,4 @@ def leave_alone(meeting: Meeting) -> bool:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_call_says() -> None:
-    assert spawn_ranks(2, leave_alone, deadline=600) == [True, True]
+    assert spawn_ranks(2, leave_alone) == [True, True]

@@ -7,7 +7,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -70,17 +70,16 @@ def slow_hosts() -> Iterator[Pair]:
 
 
 def on_hosts(
-    hosts: Pair, where: Where, fn: Callable[..., object], *args: object, **options: object
+    hosts: Pair,
+    where: Where,
+    fn: Callable[..., object],
+    *args: object,
+    may_die: Collection[int] = (),
+    **options: object,
 ) -> list:
-    """Run ``fn(group, *args)`` with rank r on ``hosts[where[r]]`` and return what each returned.
-
-    ``may_die`` and ``deadline`` are spawn_ranks's, other options are new_group's.
-    """
-    spawning = {name: options.pop(name) for name in ("may_die", "deadline") if name in options}
-    options.setdefault("backend", "hybrid")
-    options.setdefault("timeout", timedelta(minutes=1))
-    spawning.setdefault("deadline", 180)
-    return spawn_ranks(len(where), _in_group, hosts, where, fn, args, options, **spawning)
+    """Run ``fn(group, *args)`` with rank r on ``hosts[where[r]]`` and return what each returned."""
+    options = {"backend": "hybrid", "timeout": timedelta(minutes=1)} | options
+    return spawn_ranks(len(where), _in_group, hosts, where, fn, args, options, may_die=may_die)
 
 
 def _in_group(meeting: Meeting, hosts: Pair, where: Where, fn, args, options) -> object:
@@ -184,7 +183,7 @@ HIERARCHICAL = ("all_reduce", "reduce", "all_gather_single", "uneven_reduce_scat
 def test_every_collective_gives_what_it_must(
     hosts: Pair, where: Where, striped: bool | None, only: Sequence[str]
 ) -> None:
-    on_hosts(hosts, where, _every_collective, only, striped=striped, deadline=600)
+    on_hosts(hosts, where, _every_collective, only, striped=striped)
 
 
 SIZES = [1, 3, 1000, STRIPED_FROM // 4 + 1, WINDOW // 4 + 1]  # elements
@@ -375,9 +374,7 @@ def _open_with(meeting: Meeting, hosts: Pair) -> dict[int, str]:
 
 
 def test_ranks_must_agree_on_the_options(hosts: Pair) -> None:
-    assert (
-        spawn_ranks(3, _open_with, hosts, deadline=600) == [{0: "True", 1: "False", 2: "False"}] * 3
-    )
+    assert spawn_ranks(3, _open_with, hosts) == [{0: "True", 1: "False", 2: "False"}] * 3
 
 
 def test_a_mean_of_integers_does_not_overflow_over_several_hosts(hosts: Pair) -> None:
@@ -482,7 +479,7 @@ def _abort(group: Group) -> GroupError | None:
 
 
 def test_an_abort_frees_the_ranks_of_all_hosts(hosts: Pair) -> None:
-    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=120), deadline=600)
+    errors = on_hosts(hosts, TWO_AND_TWO, _abort, timeout=timedelta(seconds=120))
     for error in (errors[0], errors[2], errors[3]):
         assert isinstance(error, PeerLeftError)
         assert list(error.ranks) == [1]
@@ -506,7 +503,7 @@ def _descriptors(meeting: Meeting, hosts: Pair) -> int:
 
 
 def test_a_group_leaves_no_descriptors_behind(hosts: Pair) -> None:
-    assert spawn_ranks(3, _descriptors, hosts, deadline=600) == [0, 0, 0]
+    assert spawn_ranks(3, _descriptors, hosts) == [0, 0, 0]
 
 
 # -- where it cannot be used ------------------------------------------------------------------

@@ -88,7 +88,7 @@ def reduce_every_type(meeting: Meeting) -> int:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_type_and_reduction_gives_what_one_process_computes(size: int) -> None:
-    counts = spawn_ranks(size, reduce_every_type, deadline=600)
+    counts = spawn_ranks(size, reduce_every_type)
     assert counts[0] > 100
 
 
@@ -470,7 +470,7 @@ def be_one_of_many(meeting: Meeting) -> None:
 
 
 def test_64_ranks_work_on_one_host() -> None:
-    spawn_ranks(64, be_one_of_many, deadline=600)
+    spawn_ranks(64, be_one_of_many)
 
 
 def reduce_gigabytes(meeting: Meeting, shared: bool) -> None:
@@ -493,4 +493,4 @@ def test_tensors_of_gigabytes_are_reduced(shared: bool) -> None:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if free < 7 << 30:
         pytest.skip(f"needs 7 GiB of free memory, and there are {free / 2**30:.1f}")
-    spawn_ranks(2, reduce_gigabytes, shared, deadline=600)
+    spawn_ranks(2, reduce_gigabytes, shared)

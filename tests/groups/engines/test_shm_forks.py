@@ -185,7 +185,7 @@ def fork_in_the_middle(meeting: Meeting) -> None:
 
 
 def test_a_child_forked_in_the_middle_of_collectives_does_not_hang() -> None:
-    spawn_ranks(2, fork_in_the_middle, deadline=600)
+    spawn_ranks(2, fork_in_the_middle)
 
 
 def test_a_group_of_threads_knows_its_children_too() -> None:
@@ -234,5 +234,5 @@ def die_with_a_child_alive(meeting: Meeting, pidfd: bool) -> list[int]:
 
 @pytest.mark.parametrize("pidfd", [True, False], ids=["pidfd", "socket"])
 def test_a_child_that_lives_on_does_not_keep_its_dead_parent_alive(pidfd: bool) -> None:
-    found = spawn_ranks(2, die_with_a_child_alive, pidfd, may_die=[1], deadline=600)
+    found = spawn_ranks(2, die_with_a_child_alive, pidfd, may_die=[1])
     assert found == [[1], None]

@@ -39,7 +39,7 @@ def allocate_and_drop_in_cycles(meeting: Meeting) -> int:
 
 
 def test_memory_dropped_in_cycles_is_freed_while_more_is_taken() -> None:
-    assert spawn_ranks(1, allocate_and_drop_in_cycles, deadline=600) == [0]
+    assert spawn_ranks(1, allocate_and_drop_in_cycles) == [0]
 
 
 def wrap_one_model_after_another(meeting: Meeting) -> None:
@@ -51,7 +51,7 @@ def wrap_one_model_after_another(meeting: Meeting) -> None:
 
 
 def test_a_script_may_wrap_one_model_after_another() -> None:
-    spawn_ranks(2, wrap_one_model_after_another, deadline=600)
+    spawn_ranks(2, wrap_one_model_after_another)
 
 
 # -- the end, with threads inside ---------------------------------------------------------------
@@ -90,7 +90,7 @@ def shut_down_under_a_thread(meeting: Meeting, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["all_reduce", "recv"])
 def test_shutdown_frees_a_thread_that_waits_in_the_group(kind: str) -> None:
     for _ in range(3):
-        results = spawn_ranks(2, shut_down_under_a_thread, kind, deadline=600)
+        results = spawn_ranks(2, shut_down_under_a_thread, kind)
         assert results == ["GroupClosedError"] * 2
 
 
@@ -119,7 +119,7 @@ def shut_down_under_many(meeting: Meeting) -> int:
 
 
 def test_threads_that_call_while_the_group_ends_are_refused() -> None:
-    assert spawn_ranks(2, shut_down_under_many, deadline=600) == [4, 4]
+    assert spawn_ranks(2, shut_down_under_many) == [4, 4]
 
 
 def leave_with_a_thread_inside(meeting: Meeting) -> None:

@@ -58,7 +58,7 @@ def train_in_process(meeting: Meeting, backend: str, views: bool) -> list[Tensor
 def test_processes_step_as_one_process_does(backend: str) -> None:
     expected, _ = alone("AdamW")
     for views in (False, True):
-        for found in spawn_ranks(2, train_in_process, backend, views, deadline=600):
+        for found in spawn_ranks(2, train_in_process, backend, views):
             assert_equal_weights(found, expected)
 
 
@@ -69,7 +69,7 @@ def with_default_group(meeting: Meeting) -> tuple[int, int, int]:
 
 
 def test_the_default_group_is_torchs() -> None:
-    assert spawn_ranks(2, with_default_group, deadline=600) == [(0, 2, 0), (1, 2, 1)]
+    assert spawn_ranks(2, with_default_group) == [(0, 2, 0), (1, 2, 1)]
 
 
 def test_the_current_group_is_the_default() -> None:

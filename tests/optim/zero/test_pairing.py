@@ -89,7 +89,7 @@ def train_in_process(meeting: Meeting, backend: str) -> list[Tensor]:
 def test_processes_step_as_one_process_does_on_the_mean(backend: str) -> None:
     net = model()
     train_alone(net, torch.optim.AdamW(net.parameters(), lr=0.1), 2, range(4))
-    for found in spawn_ranks(2, train_in_process, backend, deadline=600):
+    for found in spawn_ranks(2, train_in_process, backend):
         assert_close_weights(found, net)
 
 
@@ -424,7 +424,7 @@ def save_sharded(meeting: Meeting, path: str) -> list[Tensor]:
 
 
 def test_a_checkpoint_of_paired_ranks_goes_on_on_any_number(tmp_path: Path) -> None:
-    start = spawn_ranks(2, save_sharded, str(tmp_path), deadline=600)[0]
+    start = spawn_ranks(2, save_sharded, str(tmp_path))[0]
     net = model()
     train_alone(net, torch.optim.AdamW(net.parameters(), lr=0.1), 1, range(4))
     for ranks in (1, 3):

@@ -231,7 +231,7 @@ def consolidate_in_process(meeting: Meeting, backend: str) -> Any:
 
 @pytest.mark.parametrize("backend", ["shm", "torch"])
 def test_processes_bring_their_state_together(backend: str) -> None:
-    found = spawn_ranks(2, consolidate_in_process, backend, deadline=600)[0]
+    found = spawn_ranks(2, consolidate_in_process, backend)[0]
     _, expected = alone("AdamW")
     assert_equal_states(found, expected)
 
@@ -266,7 +266,7 @@ def resume(group: Group, path: Path, name: str) -> list[Tensor]:
 def test_a_checkpoint_of_three_ranks_goes_on_bit_for_bit_on_any_number(
     name: str, tmp_path: Path
 ) -> None:
-    spawn_ranks(3, save_sharded, str(tmp_path), name, deadline=600)
+    spawn_ranks(3, save_sharded, str(tmp_path), name)
     expected, _ = alone(name)
     for ranks in (1, 2, 4):
         for found in run_ranks(ranks, lambda group: resume(group, tmp_path, name)):
@@ -286,7 +286,7 @@ def test_each_rank_saves_its_own_part_only() -> None:
 
 
 def test_a_checkpoint_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
-    spawn_ranks(1, save_sharded, str(tmp_path), "SGD", deadline=600)
+    spawn_ranks(1, save_sharded, str(tmp_path), "SGD")
 
     def one_rank(group: Group) -> None:
         other = nn.Linear(5, 8, dtype=torch.float64)

@@ -33,7 +33,7 @@ def train_and_save(meeting: Meeting, backend: str, folder: str) -> None:
 def test_a_recorded_run_becomes_a_report_of_its_steps_buckets_and_messages(
     tmp_path: Path, backend: str
 ) -> None:
-    spawn_ranks(2, train_and_save, backend, str(tmp_path), deadline=600)
+    spawn_ranks(2, train_and_save, backend, str(tmp_path))
     report = read_report(tmp_path)
     facts = report.facts
     assert report.notes == ()
