@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,25 @@ def test_a_run_without_a_group_is_saved_as_rank_zero(tmp_path: Path) -> None:
     path = recorder.save(tmp_path)
     log = json.loads(path.read_bytes())
     assert (log["rank"], log["steps"], log["collectives"]) == (0, [], [])
+
+
+def test_a_run_can_be_read_while_a_step_or_a_bucket_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, saved = threading.Lock(), list[Path]()
+
+    def read_first() -> int:  # as another thread may before the time is noted
+        if reading.acquire(blocking=False):  # reading asks for the time, too
+            try:
+                recorder.summary()
+                saved.append(recorder.save(tmp_path, rank=0))
+            finally:
+                reading.release()
+        return time.perf_counter_ns()
+
+    monkeypatch.setattr(events, "now", read_first)
+    run_ranks(2, train)
+    assert saved
 
 
 # -- numbers ----------------------------------------------------------------------------------

@@ -387,9 +387,9 @@ class Track:
         entry.track = self
         entry.code, entry.lasti = caller(_getframe(1))
         entry.forward_ended = entry.backward_began = entry.backward_ended = entry.waited = 0
+        entry.forward_began = now()  # others may look at it from here on
         self.step = entry
         steps.append(entry)
-        entry.forward_began = now()
 
     def forward_ends(self) -> None:
         """The model's output is there."""
@@ -418,8 +418,8 @@ class Track:
         entry.step, entry.bucket, entry.nbytes = self.steps, index, 0
         entry.launched = entry.finished = entry.waited = 0
         entry.call = None
+        entry.filled = now()  # others may look at it from here on
         buckets.append(entry)
-        entry.filled = now()
         return entry
 
 
