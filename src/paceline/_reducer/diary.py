@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -47,7 +46,8 @@ class Diary:
         if entry is None and self._notes:
             entry = self._notes[-1].call
         if entry is not None and not kept.is_completed():
-            kept.entry, entry.work, entry.finished = entry, weakref.ref(kept), 0
+            kept.entry = entry
+            entry.runs_until(kept)
 
     def forward_begins(self) -> None:
         """A step begins."""

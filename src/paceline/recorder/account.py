@@ -102,6 +102,8 @@ def account_of(
 
     Steps without a backward pass are told though they are older: it may be missed much later.
     """
+    # Whether it has ended comes first: a call that ends it must be among those that are told.
+    closed = board.closed or ("" if board.group() is not None else DROPPED)
     mine = [entry for entry in list(events.calls) if entry.board is board][-calls:]
     # A variable for the frame may hold this very function, and all that its callers hold: an engine
     # that they have just closed would keep its threads until the garbage collector comes by.
@@ -116,7 +118,7 @@ def account_of(
         user=user,
         deepest=deepest,
         inside=inside,
-        closed=board.closed or ("" if board.group() is not None else DROPPED),
+        closed=closed,
         elsewhere=_elsewhere(board, waits),
         ended=ended,
         doing=board.doing,
@@ -146,7 +148,7 @@ def told(entry: events.Entry) -> Told:
         more=max(0, len(names) - NAMES),
         error=entry.error,
         purpose=entry.purpose,
-        on_device=entry is entry.board.on_device,
+        on_device=entry.on_device,
     )
 
 

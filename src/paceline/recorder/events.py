@@ -60,6 +60,15 @@ def is_over(work: Any) -> bool:
     return bool(look())
 
 
+def _has_ended(work: Any) -> bool:
+    """Whether nothing more is to be expected of a work: it is over, or cannot say."""
+    try:
+        with asking[0]():
+            return is_over(work)
+    except Exception:  # as each question to a device raises that has failed
+        return True
+
+
 @dataclass(init=False, eq=False, repr=False, slots=True)
 class Entry:
     """One call on a group. Its maker sets all of it: a constructor would cost as much again."""
@@ -80,6 +89,7 @@ class Entry:
     began: int
     finished: int  # 0 while it runs, or when nobody waited for it
     error: str
+    on_device: bool  # it was handed to a device, and the host went on
     work: Callable[[], Any] | None  # of a call that was started: a weak reference to it
 
     def follow(self, work: Any, *, on_device: bool) -> None:
@@ -89,12 +99,20 @@ class Entry:
         """
         self.work = weakref.ref(work)
         if on_device:
-            self.finished, self.board.on_device = now(), self
+            self._goes_on()
 
     def handed_to(self, marks: DeviceProgress) -> None:
         """The call is in the queue of a device, and ``marks`` know when it ends."""
-        self.finished, self.work = now(), weakref.ref(marks)
-        self.board.on_device = self
+        self.work = weakref.ref(marks)
+        self._goes_on()
+
+    def runs_until(self, work: Any) -> None:
+        """The call runs on a device until ``work`` is over, though the host went on."""
+        self._goes_on()
+        self.work, self.finished = weakref.ref(work), 0
+
+    def _goes_on(self) -> None:
+        self.finished, self.on_device, self.board.on_device = now(), True, self
 
     def look(self) -> bool:
         """Whether it still runs; notes the end of one that was started, if it has come."""
@@ -105,9 +123,9 @@ class Entry:
         work = self.work()
         if work is None:  # nobody waits for it, and nobody knows
             return False
-        with asking[0]():
-            if is_over(work) and not self.finished:
-                self.finished = now()
+        later = self.board.on_device is not self and work is self.board.marks  # a later call's
+        if (later or _has_ended(work)) and not self.finished:
+            self.finished = now()
         return not self.finished
 
 
@@ -159,6 +177,7 @@ class Past:
 
 
 past = Past()
+counting = [threading.RLock()]  # what is on a board passes to ``past`` at once
 
 # Set by recorder/watch.py, which this file does not know.
 on_board: list[Callable[[Board], None]] = []  # a board has opened
@@ -256,7 +275,7 @@ class Board:
         else:
             entry.track, entry.bucket = track, _ = self.by
             entry.code, entry.lasti = track.code, track.lasti
-        entry.finished, entry.error, entry.work = 0, "", None
+        entry.finished, entry.error, entry.on_device, entry.work = 0, "", False, None
         entry.purpose = self.purpose
         entry.began = now()  # others may look at it from here on
         self.latest = entry
@@ -269,15 +288,14 @@ class Board:
     def reopen(self, seconds: float) -> Entry | None:
         """The latest call on a device, if it has not ended there after so long: it runs again."""
         entry = self.on_device
-        if entry is None or entry.work is None or not entry.finished or entry.error:
+        if entry is None or entry.work is None or entry.error:
             return None
         if now() - entry.began < seconds * 1e9:
             return None
         work = entry.work()
-        with asking[0]():
-            if work is None or is_over(work):
-                self.on_device = None  # it has ended, and is not asked for again
-                return None
+        if work is None or _has_ended(work):
+            self.on_device = None  # it has ended, and is not asked for again
+            return None
         entry.finished = 0
         return entry
 
@@ -286,8 +304,11 @@ class Board:
         entry, marks = self.on_device, self.marks
         if entry is None or marks is None:
             return 0
-        with asking[0]():
-            return 0 if marks.is_reached() else entry.sequence
+        try:
+            with asking[0]():
+                return 0 if marks.is_reached() else entry.sequence
+        except Exception:  # as each question to a device raises that has failed
+            return 0
 
     def close(self) -> None:
         """The group has ended on this rank."""
@@ -342,11 +363,13 @@ def _forget_old() -> None:
     known = boards.copy()  # in one go: another thread may open a board meanwhile
     gone = [n for n, board in known.items() if board.closed or board.group() is None]
     for number in gone[: max(0, len(gone) - BOARDS)]:
-        board = boards.pop(number, None)
-        if board is not None:
-            past.steps += board.steps
-            past.collectives += board.made
-            past.bytes_sent += 0 if board.traffic is None else board.traffic.bytes_sent
+        with counting[0]:
+            board = boards.pop(number, None)
+            if board is not None:
+                sent = 0 if board.traffic is None else board.traffic.bytes_sent
+                past.steps += board.steps
+                past.collectives += board.made
+                past.bytes_sent += sent
 
 
 def note(board: Board | None, text: str) -> None:
@@ -524,6 +547,7 @@ def forget() -> None:
     buckets.clear()
     notes.clear()
     boards.clear()
+    counting[0] = threading.RLock()  # the parent's may be somebody's who is not there
     past.steps = past.collectives = past.notes = 0
     past.bytes_sent = 0.0
 

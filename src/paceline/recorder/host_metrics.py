@@ -83,7 +83,7 @@ def _keep(folder: Path, over: threading.Event) -> None:
     """Write this process's numbers down again and again until it is ``over``; then remove them."""
     path = folder / f"{os.getpid()}.json"
     while not over.is_set():
-        with suppress(OSError):  # such as a full disk: training goes on
+        with suppress(Exception):  # such as a full disk: training goes on, and so does this
             write_whole(path, msgspec.json.encode(RankNumbers(os.getpid(), numbers_here())))
         over.wait(EVERY)
     path.unlink(missing_ok=True)

@@ -24,7 +24,9 @@ from collections.abc import Callable
 from .._doors import check_user
 from .channel import LENGTH, LETTER, NONCE, PATIENCE, PROOF, QUESTION, prove
 from .places import Address, machine, network, open_ports, open_socket, port_on
+from .threads import one_of_ours
 
+NOTHING = b"\xc0"  # an answer that says nothing: None in MessagePack
 AT_ONCE = 16  # answers; ranks that ask beyond that wait
 CALLERS = 256  # connections that have not shown yet who they are
 REST = 0.5  # seconds until another is taken in, when there was no descriptor for one
@@ -131,6 +133,7 @@ class Listener:
 
     # -- the thread ---------------------------------------------------------------------------
 
+    @one_of_ours
     def _serve(self) -> None:
         door = self._door.fileno()
         letters = -1 if self._letters is None else self._letters.fileno()
@@ -205,8 +208,16 @@ class Listener:
         self._release(number)
         self._proven.put((caller.talk, caller.nonce, theirs, question))
         if self._room.acquire(blocking=False):
-            threading.Thread(target=self._reply_to_all, daemon=True).start()
+            self._start_to_reply()
 
+    def _start_to_reply(self) -> None:
+        thread = threading.Thread(target=self._reply_to_all, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there is no room for one more: who waits is answered by the next
+            self._room.release()
+
+    @one_of_ours
     def _reply_to_all(self) -> None:
         """Answer until nobody waits for an answer."""
         try:
@@ -220,10 +231,16 @@ class Listener:
 
     def _reply(self, talk: socket.socket, mine: bytes, theirs: bytes, question: bytes) -> None:
         with talk, contextlib.suppress(Exception):
-            answer = self._answer(question)
+            answer = self._say(question)
             talk.settimeout(PATIENCE)  # of sendall as a whole
             proof = prove(self.key, b"say", theirs, mine, answer)
             talk.sendall(proof + LENGTH.pack(len(answer)) + answer)
+
+    def _say(self, question: bytes) -> bytes:
+        try:
+            return self._answer(question)
+        except Exception:  # to hang up would say that this process has ended
+            return NOTHING
 
     def _hang_up_on_the_late(self) -> None:
         now = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -99,12 +100,18 @@ def write_log(directory: Path, log: RankLog) -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, and never through a link that lies in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
+    # Each writer has a draft of its own: others may write the same file at the same time.
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     with suppress(FileNotFoundError):
         draft.unlink()
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-        file.write(content)
-    draft.replace(path)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def read_run(directory: Path) -> list[RankLog]:

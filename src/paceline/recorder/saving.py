@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def ranks_here() -> list[int]:
     if threads:
         return sorted(threads)
     if boards and dist.is_available() and dist.is_initialized():
-        return [dist.get_rank()]  # a group that was wrapped knows its own numbers only
+        with suppress(ValueError):  # it has ended since
+            return [dist.get_rank()]  # a group that was wrapped knows its own numbers only
     return [largest[0].world_rank] if largest else []
 
 

@@ -51,10 +51,11 @@ class Totals:
 
 def totals() -> Totals:
     """Return the numbers of steps, collectives and bytes, over all groups of this process."""
-    boards, past = list(events.boards.values()), events.past
-    sent = [board.traffic.bytes_sent for board in boards if board.traffic is not None]
-    return Totals(
-        past.steps + sum(board.steps for board in boards),
-        past.collectives + sum(board.made for board in boards),
-        past.bytes_sent + sum(sent),
-    )
+    with events.counting[0]:
+        boards, past = list(events.boards.values()), events.past
+        sent = [board.traffic.bytes_sent for board in boards if board.traffic is not None]
+        return Totals(
+            past.steps + sum(board.steps for board in boards),
+            past.collectives + sum(board.made for board in boards),
+            past.bytes_sent + sum(sent),
+        )

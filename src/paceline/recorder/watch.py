@@ -33,7 +33,7 @@ from .explain import Explanations, Find, Found
 from .host_metrics import METRICS, begin
 from .peers import peers
 from .saving import RECORD, save_all
-from .threads import finish_asking, forget_threads
+from .threads import finish_asking, forget_threads, one_of_ours
 from .verdict import Case, Trouble, Verdict, judge, place, skip_between
 
 WARN_AFTER = 10.0  # seconds
@@ -57,7 +57,7 @@ class Watch:
         """Begin anew, as a forked child does: no thread, no lock that somebody may hold."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may end a group while one is opened
         self._looking = threading.Lock()
         self._mark: events.Entry | None = None  # the latest entry that was looked at
         self._running: list[events.Entry] = []
@@ -156,6 +156,7 @@ class Watch:
 
     # -- the thread ---------------------------------------------------------------------------
 
+    @one_of_ours
     def _look_forever(self) -> None:
         while threading.current_thread() is self._thread:
             self._wake.wait(self.tick())
@@ -172,7 +173,9 @@ class Watch:
     def look(self) -> None:
         """Explain every call that is late and was not explained yet."""
         with self._looking:
-            self._fresh = [board for board in list(self._fresh) if not self._all_known(board)]
+            for board in list(self._fresh):  # another thread may open more meanwhile
+                if self._all_known(board):
+                    self._fresh.remove(board)
             self.peers.forget_old()
             found = [*self._running, *self._new_entries(), *self._stuck_on_devices()]
             self._running = [entry for entry in found if _runs(entry)]
@@ -197,7 +200,7 @@ class Watch:
         """Calls that were handed to a device long ago, and run there still."""
         boards = [board for board in list(events.boards.values()) if _alive(board)]
         found = [board.reopen(self.warning_time()) for board in boards]
-        return [entry for entry in found if entry is not None]
+        return [entry for entry in found if entry is not None and entry not in self._running]
 
     def _all_known(self, board: events.Board) -> bool:
         """Whether there is nothing more to find out about a board's peers."""
