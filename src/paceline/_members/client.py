@@ -135,6 +135,7 @@ class SocketMember(Membership):
                     return
                 for word in self._link.wait(HEARTBEAT):
                     self._hear(word)
+                self._heard_at += self._link.paused
                 self._say_steps()
         except (OSError, FrameError) as error:
             self._give_up_after(error)
@@ -180,7 +181,8 @@ class _Link:
             raise
         self._selector.register(connection, EVENT_READ)
         self._selector.register(wakes, EVENT_READ)
-        self._heard_at = self._said_at = monotonic()
+        self._heard_at = self._said_at = self._waited_at = monotonic()
+        self.paused = 0.0  # seconds before the last wait had ended in which this got no turn
 
     def say(self, *words: FromMember | Alive | AskKeys | CancelKeys) -> None:
         """Put words on their way."""
@@ -206,7 +208,12 @@ class _Link:
                     self._wakes.recv(CHUNK)
             else:
                 self._receive()
-        if monotonic() - self._heard_at > KEEPER_SILENT:
+        now = monotonic()
+        # Such as a thread that keeps Python's lock: nothing was asked, so nobody has been silent.
+        self.paused = max(0.0, now - self._waited_at - max(seconds, HEARTBEAT))
+        self._waited_at = now
+        self._heard_at = min(now, self._heard_at + self.paused)
+        if now - self._heard_at > KEEPER_SILENT:
             raise ConnectionError("the keeper says nothing")
         found = []
         while (word := self._words.next()) is not None:

@@ -129,17 +129,17 @@ class Keeper:
 
     def turn(self, longest: float = 1.0) -> None:
         """Wait for something to happen, at most so many seconds, and see to it."""
-        events = self._selector.select(self._wait(longest))
+        self._selector.select(self._wait(longest))
         if self._right is not None:
             self._right.check()
-        for key, ready in events:
+        now = monotonic()  # what has come by now is heard before anybody is found to be late by now
+        for key, ready in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, KeeperCaller):
                 self._serve(key.data, ready)
             else:
                 self._ended(key.fd)
-        now = monotonic()
         for caller in [c for c in self._callers.values() if c.backlog]:
             self._hear(caller, now)
         self._keep_time(now)

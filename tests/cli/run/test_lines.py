@@ -1,5 +1,6 @@
 """How output is cut into lines and shown: pure, with a stand-in for the terminal."""
 
+import errno
 import io
 import os
 import sys
@@ -90,6 +91,27 @@ def test_output_that_cannot_be_written_is_told_once_and_stops_no_rank(
         reader.close()
     said = "paceline: what the ranks write is not shown any more (No space left on device)\n"
     assert capsys.readouterr().err == said
+
+
+class FullStream(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_ranks_write_on_though_not_even_that_can_be_told(tmp_path, monkeypatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", FullStream())
+        reader = OutputReader()
+        reader.add(str(pipe), rank=0, number=1)
+        more_than_it_holds = "a line of a rank\n" * 10_000
+        rank = threading.Thread(target=pipe.write_text, args=(more_than_it_holds,), daemon=True)
+        rank.start()
+        rank.join(PATIENCE)
+        assert not rank.is_alive()
+        reader.close()
 
 
 def test_in_a_file_a_line_whose_writer_stalls_is_there_once(tmp_path, monkeypatch) -> None:

@@ -194,6 +194,7 @@ class Agent(OpenAgent):
 
     def _look(self) -> Outlook:
         """See what becomes of the ranks that have failed, here and on other hosts."""
+        now = time.monotonic()  # what was written by now has been read when it is judged
         attempt, survivors = self.attempt, read_survivors(self.attempt.notes)
         known = set(attempt.losses.lost)
         failed, reason = attempt.failed, ""
@@ -202,7 +203,7 @@ class Agent(OpenAgent):
             if not gone:
                 raise FailedElsewhereError(reason)
             failed = sorted({*failed, *gone})
-        outlook = attempt.losses.look(failed, attempt.running, survivors, time.monotonic())
+        outlook = attempt.losses.look(failed, attempt.running, survivors, now)
         for rank in sorted(attempt.losses.lost.keys() - known):
             self._go_on_without(rank)
         if reason and not attempt.failed and outlook is Outlook.HOPELESS:
@@ -296,7 +297,13 @@ class Agent(OpenAgent):
 
     def _kill(self, ranks: Collection[int]) -> None:
         """Kill every process of these ranks' sessions."""
-        sessions = {pid for rank, pid in self.attempt.pids.items() if rank in ranks}
+        sessions = {
+            pid
+            for rank, pid in self.attempt.pids.items()
+            # While anybody is left of a session its number is given to no other process.
+            if rank in ranks
+            and not (rank in self.attempt.endings and Path(f"/proc/{pid}").exists())
+        }
         for pid in members_of(sessions):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

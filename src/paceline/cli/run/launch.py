@@ -97,12 +97,12 @@ def launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int]
     allow_open_files(_OPEN_FILES + _FILES_PER_RANK * plan.nproc)
     # torch's agent takes these while ranks run, and would take what nohup has this process ignore.
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(s.name for s in heeded()))
-    with handling(_stop):
-        try:
+    try:  # a signal may come as soon as the first handler is set
+        with handling(_stop):
             return _launch(plan, script, conduct, show)
-        except _StoppedError as stop:
-            say.complain(stop.reason)
-            return stop.code
+    except _StoppedError as stop:
+        say.complain(stop.reason)
+        return stop.code
 
 
 def _launch(plan: Launch, script: Script, conduct: Conduct, show: Collection[int]) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -221,7 +222,8 @@ class OutputReader:
                 self._forget(key)
         except OSError as error:  # such as a full disk: no reason for the ranks to stop
             _let_go(source.screen)
-            say.complain(f"what the ranks write is not shown any more ({error.strerror})")
+            with suppress(OSError):  # neither can this be
+                say.complain(f"what the ranks write is not shown any more ({error.strerror})")
 
 
 def _flush(screen: Screen) -> None:

@@ -187,7 +187,7 @@ def _check_group_size() -> int:
         f"{asked} ranks were started, but the script made its group of {found}: they did not "
         "train together. Let init_process_group read WORLD_SIZE and RANK from the environment."
     )
-    _report("SystemExit", words, "", "", False)
+    _report("SystemExit", words, "", "", False, time.monotonic())
     if _notes() is None:
         print(f"paceline: {words}", file=sys.stderr)
     return 1
@@ -201,11 +201,13 @@ def _has_recovered() -> bool:
 
 def _fail(error: BaseException) -> NoReturn:
     """Leave a note, print the traceback if that is due, and end this rank."""
+    when = time.monotonic()  # before anything that takes long: the first to fail is the cause
     trace = _script_part(error.__traceback__)
     error.__traceback__ = trace
     text = "".join(traceback.format_exception(type(error), error, trace))
     message, place = cause_in_worker(type(error).__name__, _message(error))
-    _report(type(error).__name__, message, text, place or _place(trace), _is_consequence(error))
+    place, consequence = place or _place(trace), _is_consequence(error)
+    _report(type(error).__name__, message, text, place, consequence, when)
     # As Python does before it prints: who asks at exit how the program ended finds it there.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
@@ -268,11 +270,12 @@ def _report_exit(ending: SystemExit) -> None:
     code = ending.code
     if code is not None and (not isinstance(code, int) or code & 0xFF):  # what a shell would see
         said = code if isinstance(code, str) else ""
-        _report("SystemExit", said, "", _place(_script_part(ending.__traceback__)), False)
+        place = _place(_script_part(ending.__traceback__))
+        _report("SystemExit", said, "", place, False, time.monotonic())
         _is_first()
 
 
-def _report(kind: str, message: str, text: str, place: str, consequence: bool) -> None:
+def _report(kind: str, message: str, text: str, place: str, consequence: bool, when: float) -> None:
     """Leave the launcher a note: whole, or not at all."""
     folder = _notes()
     if folder is None:
@@ -284,7 +287,7 @@ def _report(kind: str, message: str, text: str, place: str, consequence: bool) -
     )
     note = {
         "rank": _number(),
-        "when": time.monotonic(),
+        "when": when,
         "kind": kind,
         "message": message,
         "traceback": text,

@@ -21,9 +21,9 @@ def heeded() -> tuple[signal.Signals, ...]:
 def handling(handler: Handler) -> Iterator[None]:
     """Give all signals that are heeded to ``handler`` meanwhile."""
     before = {number: signal.getsignal(number) for number in heeded()}
-    for number in before:
-        signal.signal(number, handler)
     try:
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():

@@ -4,13 +4,18 @@ import errno
 import os
 import select
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.cli.run.elastic.agent import MemberStart
+from paceline._members.agents import Formed
+from paceline.cli.run.elastic.agent import AgentLimits, AgentPhase, ElasticAgent, MemberStart
+from paceline.cli.run.elastic.places import HostSize, Places
 from paceline.cli.run.elastic.process import MemberProcess
 from paceline.cli.run.screen import OutputReader
+from paceline.cli.run.verdict import RankEnding
 from tests.cli.run.elastic.member import MEMBER
 
 
@@ -304,3 +309,54 @@ def test_nothing_is_left(run, tmp_path) -> None:
     assert ended.code == 0, ended.err
     assert len(os.listdir("/proc/self/fd")) == before
     assert not list(tmp_path.glob("paceline-run-*"))
+
+
+class Link:
+    """A connection to a keeper that has said ``words``."""
+
+    connected = True
+
+    def __init__(self, *words: object) -> None:
+        self.words, self.said = list(words), list[object]()
+
+    def heard(self) -> list[object]:
+        words, self.words = self.words, []
+        return words
+
+    def say(self, word: object) -> None:
+        self.said.append(word)
+
+    def flush(self) -> None:
+        pass
+
+
+def agent_of(tmp_path: Path, link: Link, limits: AgentLimits) -> ElasticAgent:
+    """One that looks when it is told to, and has started nobody."""
+    keeper = SimpleNamespace(look=lambda now: "", over=None, pause=0.1, serves_others=False)
+    keeper.unheard = lambda seconds: TimeoutError(f"nothing was heard for {seconds:g} s")
+    places = Places(HostSize(ranks=0))
+    return ElasticAgent("host", places, None, limits, keeper, link, OutputReader(), tmp_path)
+
+
+def test_a_launcher_that_gets_no_turn_does_not_blame_the_keeper(tmp_path) -> None:
+    agent = agent_of(tmp_path, Link(), AgentLimits(keeper_within=4.0))
+    began = time.monotonic()
+    agent._look(began)
+    agent._look(began + 30.0)  # such as one that was stopped by hand
+    with pytest.raises(TimeoutError, match="nothing was heard for 4 s"):
+        for tick in range(60):  # it asks, and nobody answers
+            agent._look(began + 30.0 + tick / 10)
+
+
+def test_members_that_go_on_are_heard_of_before_the_job_is_found_to_be_finished(tmp_path) -> None:
+    agent = agent_of(tmp_path, Link(Formed(2, (1, 2), ())), AgentLimits())
+    agent.story.members, agent.places.seats[1] = (0, 1), 0
+    agent.places.endings[0] = RankEnding(-signal.SIGKILL, 0.0)
+    agent.processes[1] = leaves = MemberStart(["-c", "pass"], dict(os.environ)).start(1, 0)
+    agent._selector.register(leaves.ended, select.POLLIN)
+    assert select.select([leaves.ended], [], [], 60)[0]
+    agent._look(time.monotonic())
+    assert 1 in agent.places.endings
+    assert agent.story.members == (1, 2)
+    assert agent.phase is AgentPhase.RUNNING
+    assert agent.over is None

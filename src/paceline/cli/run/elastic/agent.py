@@ -97,7 +97,8 @@ class ElasticAgent:
     _ask_at: float | None = None
     _kill_at: float | None = None
     _failing_since: dict[int, float] = field(default_factory=dict)
-    _looked: float = 0.0
+    _looked: float = 0.0  # for what members have left
+    _looked_at: float = field(default_factory=time.monotonic)  # the last look at all
     _heard_at: float = field(default_factory=time.monotonic)  # when the keeper last said something
     _asked_at: float = 0.0  # when it was last asked whether it is there
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -122,10 +123,12 @@ class ElasticAgent:
                 return
 
     def _look(self, now: float) -> None:
+        self._note_pause(now)
         for process in list(self.processes.values()):
             if (ending := process.ending()) is not None:
                 self._note_end(process, ending)
         self._keep_in_touch(now)
+        self._end_without_a_word()  # what is pending has been heard
         for process in self.processes.values():
             if process.stopped_for(now) >= self.limits.stopped_after:
                 self._fence(process, f"it was stopped for {self.limits.stopped_after:g} s")
@@ -133,6 +136,11 @@ class ElasticAgent:
         self._fill_places(now)
         self.strays.look()
         self._heed(now)
+
+    def _note_pause(self, now: float) -> None:
+        """While this process got no turn it did not ask: that nobody answered was no silence."""
+        self._heard_at += max(0.0, now - self._looked_at - _ASK)
+        self._looked_at = now
 
     def _keep_in_touch(self, now: float) -> None:
         """See that there is a keeper, and hear what it says."""
@@ -261,7 +269,6 @@ class ElasticAgent:
         self._selector.unregister(process.ended)
         process.close()
         self.strays.left_by(process.pid)
-        self._end_without_a_word()
 
     def _has_failed(self, number: int, ending: RankEnding) -> bool:
         return ending.code != 0 and not (ending.stopped and number not in self.reports)
