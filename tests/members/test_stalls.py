@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,26 @@ def test_a_member_that_gets_no_turn_does_not_take_its_keeper_for_silent(clock: C
                     link.wait(0.0)
         finally:
             link._selector.close()
+
+
+def test_a_member_that_finds_its_keeper_gone_after_a_pause_asks_for_the_next(clock: Clock) -> None:
+    ours, theirs = socket.socketpair()
+    member = object.__new__(client.SocketMember)
+    member._keeper_within, member._heard_at, member._over = 60.0, clock(), None
+    member._words, member._closing, member._path, member._me = deque(), False, "", None
+    member._wakes, waker = socket.socketpair()
+    ended = list[object]()
+    member._end = ended.append  # type: ignore[method-assign, assignment]
+    with theirs, member._wakes, waker:
+        member._link = client._Link(ours, member._wakes)
+        theirs.close()
+        clock.late += 300.0
+        member._talk()
+        assert not ended
+        assert member._link is None
+        member._heard_at -= 61.0  # this long it had its turns
+        member._give_up_after(OSError("nobody"))
+        assert len(ended) == 1
 
 
 class Stalled:

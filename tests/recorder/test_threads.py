@@ -154,6 +154,36 @@ def test_a_device_that_is_busy_with_a_later_call_has_ended_the_one_before(
     assert not firsts[0].look()
 
 
+def test_a_bucket_that_is_followed_late_does_not_hide_the_call_after_it(ranks: Ranks) -> None:
+    board = ranks.board()
+    board.marks = Queue()
+    bucket, header = begin(board), begin(board)
+    bucket.follow(Queue(), on_device=True)
+    header.handed_to(board.marks)
+    bucket.runs_until(kept := Queue())
+    assert board.on_device is header
+    assert board.reopen(0.0) is header
+    assert bucket.look()
+    kept.done = True
+    assert not bucket.look()
+
+
+def test_an_end_that_is_noted_while_the_recorder_asks_for_it_stays(ranks: Ranks) -> None:
+    board = ranks.board()
+    entry = begin(board)
+
+    class Waited(Queue):
+        def is_completed(self) -> bool:
+            if entry.work is not None and not entry.finished:
+                entry.finished = 5  # somebody has waited for it meanwhile
+            return False
+
+    kept = Waited()
+    entry.runs_until(kept)
+    board.reopen(0.0)
+    assert entry.finished == 5
+
+
 def test_a_device_that_has_failed_hides_neither_its_rank_nor_the_calls_of_other_groups(
     ranks: Ranks, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

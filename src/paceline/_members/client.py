@@ -133,11 +133,13 @@ class SocketMember(Membership):
                 self._link.pass_on(self._words)
                 if self._closing and not self._link.out:
                     return
-                for word in self._link.wait(HEARTBEAT):
+                words = self._link.wait(HEARTBEAT)
+                self._forgive(self._link.paused)
+                for word in words:
                     self._hear(word)
-                self._heard_at += self._link.paused
                 self._say_steps()
         except (OSError, FrameError) as error:
+            self._forgive(self._link.pause(HEARTBEAT))
             self._give_up_after(error)
         self._link.finish(self._words)
         self._hang_up()
@@ -147,6 +149,10 @@ class SocketMember(Membership):
         self._heard_at = monotonic()
         if self._me is not None or self._over is not None:
             self._enrolled.set()
+
+    def _forgive(self, seconds: float) -> None:
+        """In so long nothing was asked, so nobody has been silent."""
+        self._heard_at = min(monotonic(), self._heard_at + seconds)
 
     def _hang_up(self) -> None:
         if self._link is not None:
@@ -209,8 +215,7 @@ class _Link:
             else:
                 self._receive()
         now = monotonic()
-        # Such as a thread that keeps Python's lock: nothing was asked, so nobody has been silent.
-        self.paused = max(0.0, now - self._waited_at - max(seconds, HEARTBEAT))
+        self.paused = self.pause(max(seconds, HEARTBEAT))
         self._waited_at = now
         self._heard_at = min(now, self._heard_at + self.paused)
         if now - self._heard_at > KEEPER_SILENT:
@@ -219,6 +224,10 @@ class _Link:
         while (word := self._words.next()) is not None:
             found.append(word)
         return found
+
+    def pause(self, usual: float) -> float:
+        """Seconds since the last wait in which this got no turn, as if a thread kept the GIL."""
+        return max(0.0, monotonic() - self._waited_at - usual)
 
     def finish(self, words: deque[FromMember | AskKeys | CancelKeys]) -> None:
         """Say what is left if the keeper can still hear it."""

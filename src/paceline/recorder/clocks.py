@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from . import events
 from .peers import peers
 from .places import machine
@@ -19,5 +21,5 @@ def offset(board: events.Board) -> float:
         return 0.0
     try:
         return peers.clock(address)
-    except OSError:
+    except (OSError, msgspec.DecodeError):
         return 0.0

@@ -108,8 +108,10 @@ class Entry:
 
     def runs_until(self, work: Any) -> None:
         """The call runs on a device until ``work`` is over, though the host went on."""
-        self._goes_on()
-        self.work, self.finished = weakref.ref(work), 0
+        self.on_device, self.work, self.finished = True, weakref.ref(work), 0
+        latest = self.board.on_device  # a call that was handed over after this one stays it
+        if latest is None or latest.began <= self.began:
+            self.board.on_device = self
 
     def _goes_on(self) -> None:
         self.finished, self.on_device, self.board.on_device = now(), True, self
@@ -292,11 +294,13 @@ class Board:
             return None
         if now() - entry.began < seconds * 1e9:
             return None
-        work = entry.work()
+        work, noted = entry.work(), entry.finished
         if work is None or _has_ended(work):
-            self.on_device = None  # it has ended, and is not asked for again
+            if self.on_device is entry:  # it has ended, and is not asked for again
+                self.on_device = None
             return None
-        entry.finished = 0
+        if entry.finished == noted:  # else somebody has waited for its end meanwhile
+            entry.finished = 0
         return entry
 
     def not_reached(self) -> int:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline._members.agents import Formed
+from paceline._members.words import Alive
 from paceline.cli.run.elastic.agent import AgentLimits, AgentPhase, ElasticAgent, MemberStart
 from paceline.cli.run.elastic.places import HostSize, Places
 from paceline.cli.run.elastic.process import MemberProcess
@@ -360,3 +361,19 @@ def test_members_that_go_on_are_heard_of_before_the_job_is_found_to_be_finished(
     assert agent.story.members == (1, 2)
     assert agent.phase is AgentPhase.RUNNING
     assert agent.over is None
+
+
+def test_a_job_is_not_found_to_be_finished_before_a_new_keeper_has_said_a_word(tmp_path) -> None:
+    link = Link()
+    link.connected, link.fileno = False, select.epoll().fileno
+    link.connect = lambda hello: vars(link).update(connected=True) or True
+    agent = agent_of(tmp_path, link, AgentLimits())
+    agent.story.members = (0, 1)
+    agent.places.endings.update({0: RankEnding(-signal.SIGKILL, 0.0), 1: RankEnding(0, 0.0)})
+    began = time.monotonic()
+    agent._look(began)
+    agent._look(began)
+    assert agent.over is None
+    link.words.append(Alive())
+    agent._look(began)
+    assert agent.over is not None

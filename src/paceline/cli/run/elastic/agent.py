@@ -92,6 +92,7 @@ class ElasticAgent:
     reports: dict[int, FailureReport] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)  # how members ended, the latest
     _had_keeper: bool = False
+    _has_heard: bool = False  # from the keeper that it is connected to
     _asked: int = 0  # numbers that were asked for and have not come
     _told_no_more: bool = False
     _ask_at: float | None = None
@@ -128,7 +129,8 @@ class ElasticAgent:
             if (ending := process.ending()) is not None:
                 self._note_end(process, ending)
         self._keep_in_touch(now)
-        self._end_without_a_word()  # what is pending has been heard
+        if not self.link.connected or self._has_heard:  # what is pending
+            self._end_without_a_word()
         for process in self.processes.values():
             if process.stopped_for(now) >= self.limits.stopped_after:
                 self._fence(process, f"it was stopped for {self.limits.stopped_after:g} s")
@@ -152,7 +154,7 @@ class ElasticAgent:
             self._talk(now)
         elif self.link.connect(self._hello()):
             self._asked, self._told_no_more, self._asked_at = 0, False, 0.0
-            self._had_keeper = True
+            self._had_keeper, self._has_heard = True, False
             self._selector.register(self.link, selectors.EVENT_READ)
         if self.keeper.over is not None:
             self._note_over(self.keeper.over, now)
@@ -162,7 +164,7 @@ class ElasticAgent:
     def _talk(self, now: float) -> None:
         """Hear what the keeper says, and ask it to say something now and then."""
         for word in self.link.heard():
-            self._heard_at = now
+            self._heard_at, self._has_heard = now, True
             self._hear(word, now)
         if now - self._asked_at > _ASK:
             self._asked_at = now
