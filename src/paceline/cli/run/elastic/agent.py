@@ -98,8 +98,8 @@ class ElasticAgent:
     _ask_at: float | None = None
     _kill_at: float | None = None
     _failing_since: dict[int, float] = field(default_factory=dict)
-    _looked: float = 0.0  # for what members have left
-    _looked_at: float = field(default_factory=time.monotonic)  # the last look at all
+    _lingerers_at: float = 0.0  # when it last looked for some
+    _looked_at: float = field(default_factory=time.monotonic)  # the last look
     _heard_at: float = field(default_factory=time.monotonic)  # when the keeper last said something
     _asked_at: float = 0.0  # when it was last asked whether it is there
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -129,7 +129,7 @@ class ElasticAgent:
             if (ending := process.ending()) is not None:
                 self._note_end(process, ending)
         self._keep_in_touch(now)
-        if not self.link.connected or self._has_heard:  # what is pending
+        if not self.link.connected or self._has_heard:  # else there may be another roster by now
             self._end_without_a_word()
         for process in self.processes.values():
             if process.stopped_for(now) >= self.limits.stopped_after:
@@ -305,9 +305,9 @@ class ElasticAgent:
 
     def _end_lingerers(self, now: float) -> None:
         """End members whose script has failed and whose process goes on, such as in a lock."""
-        if now - self._looked < _LINGER:
+        if now - self._lingerers_at < _LINGER:
             return
-        self._looked = now
+        self._lingerers_at = now
         self.reports.update(read_reports(self.notes))
         for number in self.reports.keys() & self.processes.keys():
             if now - self._failing_since.setdefault(number, now) > self.limits.grace:
