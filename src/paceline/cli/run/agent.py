@@ -31,7 +31,7 @@ from .. import say
 from .meeting import MachineMeeting
 from .plan import check_shown
 from .screen import OutputReader
-from .sessions import members_of
+from .sessions import kill_sessions
 from .signals import deferred, heeded, signals_noted
 from .survivors import Losses, Outlook, read_survivors, tell_lost, without
 from .verdict import (
@@ -304,9 +304,7 @@ class Agent(OpenAgent):
             if rank in ranks
             and not (rank in self.attempt.endings and Path(f"/proc/{pid}").exists())
         }
-        for pid in members_of(sessions):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_sessions(sessions)
         self._wait_for_ends(ranks, _KILLED)
 
     def _close_pipes(self) -> None:

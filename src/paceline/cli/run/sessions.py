@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+_PASSES = 100  # for who may not be killed may start others for ever
+
 
 def members_of(sessions: Collection[int]) -> Iterator[int]:
     """The processes of these sessions: ranks, and all they have started that did not leave."""
@@ -18,8 +20,14 @@ def members_of(sessions: Collection[int]) -> Iterator[int]:
                     yield int(entry.name)
 
 
-def kill_session(leader: int) -> None:
-    """Kill every process of a session."""
-    for pid in members_of({leader}):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+def kill_sessions(leaders: Collection[int]) -> None:
+    """Kill every process of these sessions, also one that another of them starts meanwhile."""
+    killed: set[int] = set()
+    for _ in range(_PASSES):
+        found = set(members_of(leaders)) - killed
+        if not found:  # and what was killed starts nothing any more
+            return
+        killed |= found
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)

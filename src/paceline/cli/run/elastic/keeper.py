@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ...._members import RESIGNED, Over
 from ....errors import LaunchError
-from ..sessions import kill_session
+from ..sessions import kill_sessions
 from ..verdict import RankEnding, describe
 from .process import is_stopped
 
@@ -75,7 +75,7 @@ class KeeperProcess:
     def look(self, now: float) -> str:
         """Put another in its place if it has ended, or is stopped; returns how it ended, if so."""
         if is_stopped(self._process.pid):  # nothing that it does takes long enough to be stopped
-            kill_session(self._process.pid)
+            kill_sessions({self._process.pid})
         code = self._process.poll()
         if code is None:
             return ""
@@ -107,7 +107,7 @@ class KeeperProcess:
         for process in (self._process, self._spare):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END)
-            kill_session(process.pid)
+            kill_sessions({process.pid})
             process.wait()
             _close_input(process)
 

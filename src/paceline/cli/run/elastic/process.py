@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..sessions import kill_session
+from ..sessions import kill_sessions
 from ..verdict import RankEnding
 
 _FLAGS, _EXIT_CODE = 9 - 3, 52 - 3  # places in /proc/PID/stat, behind the name; see proc(5)
@@ -109,7 +109,7 @@ class MemberProcess:
 
     def kill(self) -> None:
         """Leave nothing of its session: what it writes later shall reach nobody."""
-        kill_session(self.pid)
+        kill_sessions({self.pid})
 
     def close(self) -> None:
         """Give back what it takes to watch it."""

@@ -19,7 +19,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from ... import say
-from ..sessions import kill_session
+from ..sessions import kill_sessions
 from .process import is_stopped
 from .template_process import GO, LONGEST, READY
 
@@ -147,7 +147,7 @@ class Template:
         if self._door is not None:
             self._door.close()
         if self._process is not None:
-            kill_session(self._process.pid)
+            kill_sessions({self._process.pid})
             self._process.wait()
         self._door = self._process = None
         self.phase = TemplatePhase.ABSENT
