@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -309,6 +309,26 @@ def test_ranks_that_hang_after_a_failure_do_not_wait_for_the_deadline(
     assert isinstance(error.__cause__, ValueError)
 
 
+def one_fails_long_ago(meeting: Meeting) -> None:
+    store = meeting.store()
+    if meeting.rank == 0:
+        store.set("pid", str(os.getpid()))
+        store.wait(["it is watched"])
+        testing.time = SimpleNamespace(monotonic=lambda: time.monotonic() - 100)  # type: ignore[assignment]
+        raise ValueError("long ago")
+    ends = os.pidfd_open(int(store.get("pid")))
+    store.set("it is watched", "")
+    select.select([ends], [], [])  # its failure has been heard of
+    select.select([], [], [], 0.3)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_others_have_time_to_end_though_a_failure_is_heard_of_late() -> None:
+    ((rank, why),) = failures(2, one_fails_long_ago).failures
+    assert rank == 0
+    assert "ValueError: long ago" in why
+
+
 def die(meeting: Meeting, how: str) -> str:
     if meeting.rank == 1:
         if how == "signal":
@@ -567,6 +587,28 @@ def test_threads_that_hang_after_a_failure_do_not_wait_for_the_deadline(
     released.set()
     assert [rank for rank, _ in error.failures] == [0, 1]
     assert "still running 0.2 s after rank 0 failed" in error.failures[1][1]
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_other_threads_have_time_to_end_though_a_failure_is_heard_of_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail = testing._Thread._fail
+    monkeypatch.setattr(
+        testing._Thread, "_fail", lambda rank, why, when: fail(rank, why, when - 100)
+    )
+    failing = queue.SimpleQueue[threading.Thread]()
+
+    def one_rank(group: Group) -> None:
+        if group.rank() == 0:
+            failing.put(threading.current_thread())
+            raise ValueError("long ago")
+        failing.get().join()  # its failure has been heard of
+        threading.Event().wait(0.3)
+
+    ((rank, why),) = thread_failures(2, one_rank).failures
+    assert rank == 0
+    assert "ValueError: long ago" in why
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collected between lines of Python only")

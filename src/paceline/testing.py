@@ -77,7 +77,7 @@ class Meeting:
 
 # What both kinds of ranks have in common.
 
-_GRACE = 5.0  # seconds the others have to end, once a rank has failed
+_GRACE = 5.0  # seconds the others have to end, once a rank's failure is heard of
 _LONGEST = 86_400.0  # seconds; a longer deadline is a mistake, and select would overflow
 
 
@@ -208,8 +208,8 @@ def _await_threads(
             return
         running.remove(thread)
         thread.join()
-        if thread.failure and thread.when + _GRACE < until:
-            until = thread.when + _GRACE
+        if thread.failure and (soon := time.monotonic() + _GRACE) < until:
+            until = soon
             late = f"hung: it was still running {_GRACE:g} s after rank {thread.rank} failed"
 
 
@@ -642,9 +642,11 @@ def _watch(ranks: Sequence[_Rank], deadline: float, may_die: Collection[int]) ->
             return _end(running, late)
         for rank in running:
             rank.hear(rank.number in may_die)
-            if rank.report.failure and rank.report.when + _GRACE < until:
-                until = rank.report.when + _GRACE
-                late = f"hung: it was still running {_GRACE:g} s after rank {rank.number} failed"
+        failed = [rank for rank in running if rank.report.failure]
+        if failed and (soon := time.monotonic() + _GRACE) < until:
+            until = soon
+            first = min(failed, key=lambda rank: rank.report.when)
+            late = f"hung: it was still running {_GRACE:g} s after rank {first.number} failed"
     return None
 
 
