@@ -156,6 +156,34 @@ def test_nothing_is_forked_from_a_process_that_uses_a_gpu(start, libraries, caps
     assert "not forked: an import has opened /dev/nvidia0" in capsys.readouterr().err
 
 
+def test_nobody_waits_for_ever_for_imports_that_go_on_and_are_of_use_later(
+    start, libraries, tmp_path, monkeypatch
+) -> None:
+    waits = (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.002)"
+    )
+    (libraries / "torch/__init__.py").write_text(f"{waits}\n{TORCH}")
+    monkeypatch.setattr(template, "_WITHIN", 0.0)
+    found = start(MEMBER)
+    assert found.phase is TemplatePhase.IMPORTING
+    imports = found._process
+    (tmp_path / "go").write_text("")
+    assert until(lambda: found.prepare(time.monotonic()) and found.phase is TemplatePhase.READY)
+    assert found._process is imports
+    assert forked(found, 3) == (f"3 {os.getpid()} ['argument']\n", 0)
+
+
+def test_a_template_that_is_stopped_in_its_imports_is_replaced(
+    start, libraries, tmp_path, monkeypatch
+) -> None:
+    stops = f"import os, signal\nif not os.path.exists({str(tmp_path / 'was')!r}):"
+    stops += f"\n  open({str(tmp_path / 'was')!r}, 'x')\n  os.kill(os.getpid(), signal.SIGSTOP)"
+    (libraries / "torch/__init__.py").write_text(f"{stops}\n{TORCH}")
+    found = start(MEMBER)
+    assert found.phase is TemplatePhase.READY
+    assert forked(found, 3) == (f"3 {os.getpid()} ['argument']\n", 0)
+
+
 def test_an_import_that_fails_is_given_up(start, libraries) -> None:
     (libraries / "torch/__init__.py").write_text("import is_not_there")
     assert start(MEMBER).phase is TemplatePhase.GIVEN_UP

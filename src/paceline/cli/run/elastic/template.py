@@ -23,7 +23,7 @@ from ..sessions import kill_sessions
 from .process import is_stopped
 from .template_process import GO, LONGEST, READY
 
-_WITHIN = 60.0  # seconds that imports may take
+_WITHIN = 60.0  # seconds that members wait for its imports; then they are started as before
 _ANSWER = 10.0  # seconds that a fork may take, while the launcher does nothing else
 _TIMES = 3  # that it is started in vain, until that is given up
 _PROGRAM = Path(__file__).with_name("template_process.py")
@@ -68,11 +68,15 @@ class Template:
         """
         if self.phase is TemplatePhase.READY and self._has_ended():
             self._drop()
+        if self.phase is TemplatePhase.IMPORTING and self._is_stopped():
+            self._drop()
         if self.phase is TemplatePhase.ABSENT:
             self._begin(now)
         if self.phase is TemplatePhase.IMPORTING:
-            self._look(now)
-        return self.phase in (TemplatePhase.READY, TemplatePhase.GIVEN_UP)
+            self._look()
+        if self.phase is TemplatePhase.IMPORTING:
+            return now - self._since > _WITHIN
+        return self.phase is not TemplatePhase.ABSENT
 
     def fork(self, own: Mapping[str, str], out: int, errors: int) -> ForkedMember:
         """Start a member with these variables and this output; OSError if that cannot be."""
@@ -119,14 +123,12 @@ class Template:
         here.setblocking(False)
         self._door, self._since, self.phase = here, now, TemplatePhase.IMPORTING
 
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         """Hear whether the imports are done."""
         assert self._door is not None
         try:
             said = self._door.recv(LONGEST)
         except BlockingIOError:
-            if now - self._since > _WITHIN:
-                self._drop()
             return
         except OSError:
             said = b""
@@ -141,7 +143,10 @@ class Template:
 
     def _has_ended(self) -> bool:
         process = self._process
-        return process is None or process.poll() is not None or is_stopped(process.pid)
+        return process is None or process.poll() is not None or self._is_stopped()
+
+    def _is_stopped(self) -> bool:
+        return self._process is not None and is_stopped(self._process.pid)
 
     def _drop(self) -> None:
         if self._door is not None:
