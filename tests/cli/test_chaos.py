@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from paceline.cli.demo.chaos import Killer, _tell
+from paceline.cli.demo import chaos
+from paceline.cli.demo.chaos import Killer, _run, _tell
 from paceline.cli.demo.chaos_board import ChaosBoard, chaos_page
-from paceline.cli.demo.talk import MemberEnds, MemberStarts, ShardLoss
+from paceline.cli.demo.talk import MemberEnds, MemberStarts, Message, ShardLoss, TalkListener
 
 
 def board(*, rough: bool = True) -> ChaosBoard:
@@ -45,7 +49,7 @@ def test_a_shard_that_is_computed_again_changes_nothing_if_it_is_the_same() -> N
 def test_the_page_shows_both_curves_and_who_was_killed() -> None:
     found = board()
     found.hear(MemberStarts(2, 1002))
-    found.kill(1)
+    found.note_kill(1)
     screen = Console(file=io.StringIO(), width=100)
     screen.print(chaos_page(found))
     shown = screen.file.getvalue()
@@ -69,6 +73,15 @@ def test_one_that_trains_is_killed_when_it_is_time_and_never_the_last() -> None:
         child.wait()
 
 
+def test_one_that_had_ended_already_was_not_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    found = board()
+    found.pids = {0: child.pid, 1: child.pid}
+    Killer(found, every=5.0).look(100.0)
+    assert not found.killed
+
+
 def test_somebody_is_killed_in_a_run_that_is_over_before_it_is_time() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
@@ -86,11 +99,64 @@ def test_somebody_is_killed_in_a_run_that_is_over_before_it_is_time() -> None:
         child.wait()
 
 
-def test_nobody_is_killed_in_the_run_without_faults() -> None:
+def test_nobody_is_killed_in_the_run_without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)  # or else it would be this process
     found = board(rough=False)
     found.pids = {0: os.getpid(), 1: os.getpid()}
     Killer(found, every=0.0).look(100.0)
     assert not found.killed
+
+
+def test_nobody_is_killed_when_the_others_may_have_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)  # or else it would be this process
+    found = board()
+    found.pids = {0: os.getpid(), 1: os.getpid()}
+    found.hear(ShardLoss(0, found.steps - 1, 0, 1.0))
+    Killer(found, every=0.0).look(100.0)
+    assert not found.killed
+
+
+class LateListener(TalkListener):
+    """Hears nothing before it is closed, as where its thread gets no turn."""
+
+    def __init__(self, hear: Callable[[Message], None]) -> None:
+        super().__init__(hear)
+        self._closing = threading.Event()
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.set()
+        super().__exit__(*exception)
+
+    def _listen(self) -> None:
+        self._closing.wait()
+        super()._listen()
+
+
+TELLS = """
+import sys
+from paceline.cli.demo.talk import MemberEnds, ShardLoss, Teller
+with Teller(sys.argv[1]) as teller:
+    teller.tell(ShardLoss(0, 0, 0, 1.5))
+    teller.tell(MemberEnds(0, sys.argv[2]))
+"""
+
+
+def test_what_members_told_late_counts_for_their_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chaos, "TalkListener", LateListener)
+    found = ChaosBoard(steps=1, shards=1)
+    for digest, losses in (("calm", found.calm), ("rough", found.rough)):
+
+        def command(address: str, digest: str = digest) -> list[str]:
+            return [sys.executable, "-c", TELLS, address, digest]
+
+        assert _run(command, tmp_path / "said.txt", found, lambda now: None) == 0
+        assert losses.curve() == [1.5]
+        assert losses.digests == {digest}
+        found.begin_rough()
 
 
 @pytest.mark.parametrize(
@@ -99,9 +165,11 @@ def test_nobody_is_killed_in_the_run_without_faults() -> None:
         (("a", "a"), [0, 0], 0, "bit by bit"),
         (("a", "a", "nobody killed"), [0, 0], 1, "no member was killed"),
         (("a", "b"), [0, 0], 1, "not the same, first in the weights at the end"),
-        (("", ""), [0, 0], 1, "not the same"),
+        (("", "a"), [0, 0], 1, "no member told its weights at the end of the run without faults"),
+        (("a", ""), [0, 0], 1, "no member told its weights at the end of the run with kills"),
         (("a", "a"), [3], 1, "the run without faults ended with exit code 3"),
         (("a", "a"), [0, 9], 1, "the run with kills ended with exit code 9"),
+        (("a", "a"), [0, -9], 1, "the run with kills ended with exit code -9"),
     ],
 )
 def test_the_end_says_whether_both_runs_are_the_same(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -27,30 +28,29 @@ _MEMBER = "paceline.cli.demo.chaos_member"
 
 def chaos(ranks: int, steps: int, out: Path, every: float = KILL_EVERY) -> int:
     """Train without faults, then with members killed every few seconds; 0 if both are the same."""
-    board, inbox = ChaosBoard(steps, SHARDS), SimpleQueue[Message]()
-    view = _open_view(board)
-    with TalkListener(inbox.put) as listener:
+    board = ChaosBoard(steps, SHARDS)
+    killer, view = Killer(board, every), _open_view(board)
 
-        def look(now: float) -> None:
-            while not inbox.empty():
-                board.hear(inbox.get())
-            killer.look(now)
-            view.show()
+    def look(now: float) -> None:
+        killer.look(now)
+        view.show()
 
-        killer = Killer(board, every)
-        try:
-            codes = [_run(_command(listener.address, steps, ranks, 0), out / "calm.txt", look)]
-            if not codes[0]:
-                board.begin_rough()
-                rough = _command(listener.address, steps, ranks, spares=1)
-                codes.append(_run(rough, out / "chaos.txt", look))
-        finally:
-            view.close()
+    try:
+        codes = [_run(partial(_command, steps, ranks, 0), out / "calm.txt", board, look)]
+        if not codes[0]:
+            board.begin_rough()
+            codes.append(_run(partial(_command, steps, ranks, 1), out / "chaos.txt", board, look))
+    finally:
+        view.close()
     return _tell(board, codes, out)
 
 
 class Killer:
-    """Kills one of the members that train, some seconds after they began to or began again."""
+    """Kills one of the members that train, some seconds after they began to or began again.
+
+    Nobody is killed in the last tenth of the steps: whoever dies when others have finished is not
+    replaced, and the run would end with its exit code.
+    """
 
     def __init__(self, board: ChaosBoard, every: float, seed: int = 0) -> None:
         self._board, self._every = board, every
@@ -64,33 +64,55 @@ class Killer:
         late = not board.killed and board.step >= board.steps // 3  # a short run has one kill, too
         if len(trains) < 2 or not board.is_rough:
             self._due = now + self._every
+        elif board.step >= board.steps - max(1, board.steps // 10):
+            return
         elif now >= self._due or late:
             self._due = now + self._every
-            with suppress(ProcessLookupError):
-                os.kill(board.kill(self._draw.choice(trains)), signal.SIGKILL)
+            member = self._draw.choice(trains)
+            with suppress(ProcessLookupError):  # it has ended, and what it says of that is to come
+                os.kill(board.pids[member], signal.SIGKILL)
+                board.note_kill(member)
 
 
-def _command(address: str, steps: int, ranks: int, spares: int) -> list[str]:
+def _command(steps: int, ranks: int, spares: int, address: str) -> list[str]:
     """What runs the job, with members that tell ``address`` how they do."""
     options = ["--elastic", "--nproc", str(ranks), "--spares", str(spares), "-m", _MEMBER]
     return [sys.executable, "-m", "paceline", "run", *options, address, str(steps)]
 
 
-def _run(command: list[str], log: Path, look: Callable[[float], None]) -> int:
-    """Run a job, looking after it; what its launcher says goes into ``log``."""
+def _run(
+    command: Callable[[str], list[str]],
+    log: Path,
+    board: ChaosBoard,
+    look: Callable[[float], None],
+) -> int:
+    """Run a job, looking after it; what its launcher says goes into ``log``.
+
+    All that members of this job told is on the board at the end, and nothing that others told.
+    """
+    inbox = SimpleQueue[Message]()
     with (
+        TalkListener(inbox.put) as listener,
         log.open("wb") as said,
-        subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True) as job,
+        subprocess.Popen(
+            command(listener.address), stdout=said, stderr=said, start_new_session=True
+        ) as job,
     ):
         try:
             while job.poll() is None:
+                _hear(inbox, board)
                 look(time.monotonic())
                 time.sleep(_PAUSE)
-            look(time.monotonic())
         finally:
             if job.poll() is None:
                 job.terminate()  # members leave after their step
+    _hear(inbox, board)  # the listener has ended: nothing is on the way any more
     return job.returncode
+
+
+def _hear(inbox: SimpleQueue[Message], board: ChaosBoard) -> None:
+    while not inbox.empty():
+        board.hear(inbox.get())
 
 
 def _tell(board: ChaosBoard, codes: list[int], out: Path) -> int:
@@ -98,12 +120,16 @@ def _tell(board: ChaosBoard, codes: list[int], out: Path) -> int:
     if any(codes):
         which = "without faults" if codes[0] else "with kills"
         name = "calm.txt" if codes[0] else "chaos.txt"
-        say.complain(f"the run {which} ended with exit code {max(codes)}; see {out / name}")
+        say.complain(f"the run {which} ended with exit code {codes[-1]}; see {out / name}")
         return 1
     differ = board.rough.differs_from(board.calm)
     one = "member was" if len(board.killed) == 1 else "members were"
     print(f"{len(board.killed)} {one} killed in {board.steps} steps.")
-    if differ or board.calm.digests != board.rough.digests or not board.calm.digests:
+    if not differ and not (board.calm.digests and board.rough.digests):
+        which = "with kills" if board.calm.digests else "without faults"
+        say.complain(f"no member told its weights at the end of the run {which}; see {out}")
+        return 1
+    if differ or board.calm.digests != board.rough.digests:
         where = f"step {differ[0]}" if differ else "the weights at the end"
         say.complain(f"the two runs are not the same, first in {where}")
         return 1

@@ -83,11 +83,11 @@ class ChaosBoard:
                 if message.digest:
                     self.losses.digests.add(message.digest)
 
-    def kill(self, member: int) -> int:
-        """Note that a member is about to be killed; gives its process."""
+    def note_kill(self, member: int) -> None:
+        """A member was killed."""
         self.killed.append((member, self.step))
         self.training.discard(member)
-        return self.pids.pop(member)
+        del self.pids[member]
 
     def line(self) -> str:
         """Where it is, in one line."""
