@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import re
+import sys
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from paceline import DistributedDataParallel
 from paceline.errors import GroupError, PeerLeftError
 from paceline.testing import Meeting, spawn_ranks
+from tests.waiting import until
 
 
 class Knot:
@@ -123,20 +125,22 @@ def test_threads_that_call_while_the_group_ends_are_refused() -> None:
 
 
 def leave_with_a_thread_inside(meeting: Meeting) -> None:
-    """What a script does that ends while a daemon thread of its own waits in the group."""
+    """What a script does that ends while a daemon thread of its own waits in the group.
+
+    A thread that is inside one of torch's own operations, such as ``torch.ones``, then ends the
+    process with SIGABRT, so it must have left the last one before.
+    """
     group = meeting.new_group("shm")
     group.barrier()
-    entered = threading.Event()
-
-    def wait_for_ever() -> None:
-        entered.set()
-        while True:
-            group.all_reduce(torch.ones(100_000))
-
-    thread = threading.Thread(target=wait_for_ever, daemon=True)
+    tensor = torch.ones(100_000)
+    thread = threading.Thread(target=lambda: group.all_reduce(tensor), daemon=True)
     thread.start()
-    entered.wait()
-    thread.join(0.05)
+    assert until(lambda: innermost(thread) == "_finish")  # …of the transport, where it waits
+
+
+def innermost(thread: threading.Thread) -> str:
+    """The function that a thread is in."""
+    return sys._current_frames()[thread.ident or 0].f_code.co_name
 
 
 def end_an_interpreter(meeting: Meeting, turn: int) -> int | str:
