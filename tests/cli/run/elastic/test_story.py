@@ -44,6 +44,16 @@ def test_a_loss_that_nobody_went_on_from_is_none_that_was_survived() -> None:
     assert list(story.told()) == []
 
 
+def test_a_roster_that_is_heard_of_after_one_of_it_was_lost_did_not_go_on_from_that() -> None:
+    story = JobStory()
+    story.lose(0, "it was killed by SIGKILL", 1.0)
+    story.lose(2, "it was killed by SIGKILL", 2.0)
+    assert story.form((1, 2), 2.5) == 1.5
+    assert story.unanswered == {2}
+    assert story.form((1,), 3.0) == 1.0
+    assert story.unanswered == set()
+
+
 def test_the_words_for_losses_and_rosters() -> None:
     assert tell_loss(2, "it was stopped", 1, "; another is started") == (
         "member 2 is lost: it was stopped; 1 member of this host is left; another is started"

@@ -35,8 +35,15 @@ class JobStory:
         self.losses[member] = Loss(member, how, when)
 
     def form(self, members: tuple[int, ...], now: float) -> float:
-        """Note that others have gone on; returns the seconds since they lost whom they lost."""
-        answered = [loss for loss in self.losses.values() if loss.seconds is None]
+        """Note that others have gone on; returns the seconds since they lost whom they lost.
+
+        One of them that is lost already was lost later: nobody has gone on from that yet.
+        """
+        answered = [
+            loss
+            for loss in self.losses.values()
+            if loss.seconds is None and loss.member not in members
+        ]
         for loss in answered:
             loss.seconds = now - loss.when
         self.members = members
