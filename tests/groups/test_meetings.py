@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import Group, new_group
 from paceline.errors import GroupClosedError, PeerDiedError, RendezvousError
-from paceline.groups.meetings import Meetings
+from paceline.groups.meetings import Meetings, Place
 from paceline.groups.merging import renumbered
 from paceline.groups.options import GroupOptions
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -501,3 +501,43 @@ def test_groups_that_threads_open_at_the_same_time_are_groups_of_all_ranks() -> 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(open_one, [0, 0, 1, 1]))
     assert found == [(0, 11), (0, 11), (1, 11), (1, 11)]
+
+
+def _open_and_say(store: Store, done: threading.Event, rank: int) -> None:
+    with new_group("threads", LONG, store=store, rank=rank, world_size=2):
+        if rank == 0:
+            done.set()
+
+
+def test_rank_0_may_hold_the_store_and_stays_until_all_have_read_that_the_group_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, done, hear = HashStore(), threading.Event(), Meetings._await
+
+    def hear_late(meetings: Meetings, meeting: Store, word: str) -> object:
+        if word == "outcome" and meetings._name == "1":
+            assert not done.wait(1), "rank 0 may end now, and the store with it"
+        return hear(meetings, meeting, word)
+
+    monkeypatch.setattr(Meetings, "_await", hear_late)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: _open_and_say(store, done, rank), range(2)))
+    assert done.is_set()
+
+
+def test_rank_0_goes_on_without_a_rank_that_ended_before_it_had_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, done, see_off = HashStore(), threading.Event(), Meetings.see_off
+    monkeypatch.setattr("paceline.groups.meetings._READ", timedelta(seconds=0.1))
+
+    def see_off_or_end(here: Meetings, place: Place) -> None:
+        if here._name == "0":
+            see_off(here, place)
+        else:
+            assert done.wait(60), "rank 0 waits for a rank that is gone"
+
+    monkeypatch.setattr(Meetings, "see_off", see_off_or_end)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: _open_and_say(store, done, rank), range(2)))
+    assert done.is_set()

@@ -11,6 +11,9 @@ meeting for as long as they have time. After the gate the ranks open their engin
 says go when all have, or who could not and why; until then nobody uses its engine. So no rank goes
 on in a group that another has given up.
 
+**The rank that holds the store** may end as soon as it has its group, and the store with it. So in
+``new_group`` rank 0 stays until all others have read the outcome, too.
+
 Keys of a meeting are used by it alone: what a former one left behind, of the same ranks or of dead
 ones, is never read again.
 """
@@ -31,6 +34,7 @@ from ..errors import RendezvousError
 
 _FULL, _GO = "full", "go"
 _GRACE = timedelta(seconds=2)
+_READ = timedelta(seconds=30)  # for a rank that dies, or is stopped, before it has read
 _LONGEST = 2000  # characters of a reason
 _REMEDY = (
     "Look at the output of the missing ranks. It can be called again, by each rank as often as it "
@@ -204,6 +208,15 @@ class Meetings:
             _end(engine)
             raise self._ended(outcome)
         return room, engine
+
+    def see_off(self, place: Place) -> None:
+        """Tell rank 0 that the outcome was read here; on rank 0, wait until all have said so."""
+        meeting = PrefixStore(str(place.number), self._store)
+        with contextlib.suppress(RuntimeError, ValueError):  # all have what they came for
+            if self._rank != 0:
+                meeting.set(f"read/{self._name}", "")
+            elif others := [f"read/{name}" for name in self._names if name != self._name]:
+                meeting.wait(others, min(self._left(), _READ))
 
     # -- the words of a meeting ---------------------------------------------------------------
 
