@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from paceline import Group
+from paceline._transport import Clock
 from paceline.errors import (
     CodecError,
     CollectiveTimeoutError,
@@ -21,6 +23,7 @@ from paceline.errors import (
     UnsupportedError,
 )
 from paceline.groups import Call
+from paceline.groups import group as barriers
 from paceline.testing import Meeting, run_ranks, spawn_ranks
 from tests.marks import USUAL
 
@@ -167,6 +170,57 @@ def miss_the_barrier(meeting: Meeting, missing: list[int]) -> list[int] | None:
 def test_a_monitored_barrier_names_every_missing_rank(missing: list[int]) -> None:
     results = spawn_ranks(4, miss_the_barrier, missing)
     assert results == [None if r in missing else missing for r in range(4)]
+
+
+def test_rank_0_may_hold_the_store_and_stays_until_all_have_read_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done, comes = threading.Event(), barriers._comes
+
+    def comes_late(store: Store, key: str, seconds: float) -> bool:
+        if key == "missing":  # rank 1 asks
+            assert not done.wait(1), "rank 0 may end now, and the store with it"
+        return comes(store, key, seconds)
+
+    def one_rank(group: Group) -> None:
+        group.monitored_barrier(120.0)
+        if group.rank() == 0:
+            done.set()
+
+    monkeypatch.setattr(barriers, "_comes", comes_late)
+    run_ranks(2, one_rank)
+    assert done.is_set()
+
+
+class TimeIsOver(Clock):
+    """Of a rank whose time was over when the others came."""
+
+    def left(self) -> float:
+        return 0.0
+
+
+def test_rank_0_is_not_missing_while_it_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 comes last and waits for rank 2, when the time of rank 1 is over."""
+    asked, comes = threading.Event(), barriers._comes
+
+    def comes_or_not(store: Store, key: str, seconds: float) -> bool:
+        if key == "2":
+            assert asked.wait(120)
+            return False
+        if key == "missing":
+            asked.set()
+            return seconds > 60 and comes(store, key, seconds)
+        return comes(store, key, 120.0)
+
+    def one_rank(group: Group) -> None:
+        if group.rank() != 2:
+            with pytest.raises(MonitoredBarrierError) as caught:
+                group.monitored_barrier(120.0)
+            assert caught.value.ranks == [2]
+
+    monkeypatch.setattr(barriers, "_comes", comes_or_not)
+    monkeypatch.setattr(barriers, "Clock", TimeIsOver)
+    run_ranks(3, one_rank)
 
 
 # -- objects ------------------------------------------------------------------------------------

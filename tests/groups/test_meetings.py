@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import Group, new_group
 from paceline.errors import GroupClosedError, PeerDiedError, RendezvousError
-from paceline.groups.meetings import Meetings, Place
+from paceline.groups.meetings import Meetings
 from paceline.groups.merging import renumbered
 from paceline.groups.options import GroupOptions
 from paceline.testing import Meeting, run_ranks, spawn_ranks
@@ -503,41 +503,54 @@ def test_groups_that_threads_open_at_the_same_time_are_groups_of_all_ranks() -> 
     assert found == [(0, 11), (0, 11), (1, 11), (1, 11)]
 
 
-def _open_and_say(store: Store, done: threading.Event, rank: int) -> None:
-    with new_group("threads", LONG, store=store, rank=rank, world_size=2):
+HERE = threading.local()
+
+
+def _open_and_say(store: Store, done: threading.Event, rank: int, purpose: str) -> None:
+    HERE.rank = rank
+    if purpose == "of 2":
+        with new_group("threads", LONG, store=HashStore(), rank=0, world_size=1) as alone:
+            group = alone.merge(store, 2)
+    else:
+        group = new_group("threads", LONG, store=store, rank=rank, world_size=2)
+    with group:
+        part = group.split([1, 0]) if purpose == "split" else None
         if rank == 0:
             done.set()
+        if part is not None:
+            part.shutdown()
 
 
-def test_rank_0_may_hold_the_store_and_stays_until_all_have_read_that_the_group_is_open(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("purpose", ["all", "split", "of 2"])
+def test_who_may_hold_the_store_stays_until_all_have_read_that_the_group_is_open(
+    purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, done, hear = HashStore(), threading.Event(), Meetings._await
 
     def hear_late(meetings: Meetings, meeting: Store, word: str) -> object:
-        if word == "outcome" and meetings._name == "1":
+        if word == "outcome" and HERE.rank == 1 and meetings._key.startswith(purpose):
             assert not done.wait(1), "rank 0 may end now, and the store with it"
         return hear(meetings, meeting, word)
 
     monkeypatch.setattr(Meetings, "_await", hear_late)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: _open_and_say(store, done, rank), range(2)))
+        list(pool.map(lambda rank: _open_and_say(store, done, rank, purpose), range(2)))
     assert done.is_set()
 
 
 def test_rank_0_goes_on_without_a_rank_that_ended_before_it_had_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, done, see_off = HashStore(), threading.Event(), Meetings.see_off
-    monkeypatch.setattr("paceline.groups.meetings._READ", timedelta(seconds=0.1))
+    store, done, see_off = HashStore(), threading.Event(), Meetings._see_off
+    monkeypatch.setattr("paceline.groups.meetings.READING", timedelta(seconds=0.1))
 
-    def see_off_or_end(here: Meetings, place: Place) -> None:
-        if here._name == "0":
-            see_off(here, place)
+    def see_off_or_end(meetings: Meetings, meeting: Store) -> None:
+        if HERE.rank == 0:
+            see_off(meetings, meeting)
         else:
-            assert done.wait(60), "rank 0 waits for a rank that is gone"
+            assert done.wait(20), "rank 0 waits for a rank that is gone"
 
-    monkeypatch.setattr(Meetings, "see_off", see_off_or_end)
+    monkeypatch.setattr(Meetings, "_see_off", see_off_or_end)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: _open_and_say(store, done, rank), range(2)))
+        list(pool.map(lambda rank: _open_and_say(store, done, rank, "all"), range(2)))
     assert done.is_set()

@@ -112,10 +112,7 @@ def _meet_and_open(
     """Open a group once all members are there, however often each of them has tried before."""
     names = [str(member) for member in members]
     meetings = Meetings(store, key, len(members), timeout, rank=rank, name=str(rank), names=names)
-    place = meetings.arrive()
-    group = meetings.open(place, open_in)[1]
-    meetings.see_off(place)
-    return group
+    return meetings.open(meetings.arrive(), open_in, see_off=True)[1]
 
 
 def _meet(

@@ -41,6 +41,7 @@ from .calling import FORKED, Hooks, Timeout
 from .engine import Call, Capabilities, Engine, LentEngine
 from .engines.around import engine_around
 from .lineage import Reopen
+from .meetings import READING
 from .options import GroupOptions
 from .strict import Checks
 from .torch_calls import TorchCalls, refuse_nan
@@ -183,21 +184,33 @@ class Group(TorchCalls):
 
         It uses the store, so it works even if the engine hangs. The error names all missing ranks;
         ``wait_all_ranks`` is accepted and not needed (torch without it names only the first).
+        Rank 0, which may hold the store, returns when all that arrived know how it ended, or after
+        30 s.
         """
         clock = Clock(timedelta(seconds=self._seconds(timeout)))
         store = PrefixStore(f"monitored/{next(self._barriers)}", self._need_store("barrier"))
         store.set(str(self._rank), "here")
-        if self._rank == 0:
-            missing = [r for r in range(self._size) if not _comes(store, str(r), clock.left())]
-            store.set("missing", msgspec.json.encode(missing).decode())
-        elif _comes(store, "missing", clock.left() + 2):  # rank 0 may have started later
-            missing = msgspec.json.decode(store.get("missing"), type=list[int])
-        else:
-            missing = [0]
+        missing = self._missing_at_barrier(store, clock)
+        with contextlib.suppress(Exception):  # the store may have ended with the rank that holds it
+            store.set(f"{self._rank} knows", "")
+            if self._members[self._rank] == 0:  # this may be that rank
+                reading = Clock(READING)
+                for r in set(range(self._size)) - set(missing):
+                    _comes(store, f"{r} knows", reading.left())
         if missing:
             raise MonitoredBarrierError(
                 self._rank, "monitored_barrier", 0, missing, seconds=clock.seconds
             )
+
+    def _missing_at_barrier(self, store: Store, clock: Clock) -> list[int]:
+        """Which ranks rank 0 misses, or rank 0; its time begins when it comes."""
+        if self._rank == 0:
+            missing = [r for r in range(self._size) if not _comes(store, str(r), clock.left())]
+            store.set("missing", msgspec.json.encode(missing).decode())
+            return missing
+        if _comes(store, "0", clock.left() + 2) and _comes(store, "missing", clock.seconds + 2):
+            return msgspec.json.decode(store.get("missing"), type=list[int])
+        return [0]
 
     # -- objects ------------------------------------------------------------------------------
 

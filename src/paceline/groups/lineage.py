@@ -310,7 +310,9 @@ class Lineage(Collectives):
             names=names,
         )
         return meetings.open(
-            meetings.arrive(), lambda room: reopen(room, rank, len(ranks), options)
+            meetings.arrive(),
+            lambda room: reopen(room, rank, len(ranks), options),
+            see_off=purpose == "split",
         )
 
     def _need_reopen(self) -> Reopen:

@@ -11,8 +11,9 @@ meeting for as long as they have time. After the gate the ranks open their engin
 says go when all have, or who could not and why; until then nobody uses its engine. So no rank goes
 on in a group that another has given up.
 
-**The rank that holds the store** may end as soon as it has its group, and the store with it. So in
-``new_group`` rank 0 stays until all others have read the outcome, too.
+**The rank that holds the store** may end as soon as it has its group, and the store with it. In
+``new_group``, ``split`` and ``merge`` it stays until all have read the outcome: rank 0, or, where
+ranks are not known by their numbers, every rank. Survivors (``reconfigure``) wait for nobody.
 
 Keys of a meeting are used by it alone: what a former one left behind, of the same ranks or of dead
 ones, is never read again.
@@ -34,7 +35,7 @@ from ..errors import RendezvousError
 
 _FULL, _GO = "full", "go"
 _GRACE = timedelta(seconds=2)
-_READ = timedelta(seconds=30)  # for a rank that dies, or is stopped, before it has read
+READING = timedelta(seconds=30)  # for a rank that dies, or is stopped, before it has read
 _LONGEST = 2000  # characters of a reason
 _REMEDY = (
     "Look at the output of the missing ranks. It can be called again, by each rank as often as it "
@@ -184,8 +185,13 @@ class Meetings:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def open(self, place: Place, opener: Callable[[Store], E]) -> tuple[Store, E]:
-        """Open an engine in the meeting's corner of the store; returns when every rank has."""
+    def open(
+        self, place: Place, opener: Callable[[Store], E], *, see_off: bool = False
+    ) -> tuple[Store, E]:
+        """Open an engine in the meeting's corner of the store; returns when every rank has.
+
+        With ``see_off`` a rank that may hold the store returns when every rank knows that.
+        """
         self._start_clock()  # whoever came last may have used up the time of all
         meeting = PrefixStore(str(place.number), self._store)
         room = PrefixStore("room", meeting)
@@ -197,9 +203,9 @@ class Meetings:
         try:
             if meeting.add("opened", 1) == self._size:
                 self._settle(meeting, "outcome", _GO)
-            outcome = self._await(meeting, "outcome")
-        except _Late:
-            outcome = self._settle(meeting, "outcome", Left(self._name, "its time was over", True))
+            outcome = self._hear_outcome(meeting)
+            if see_off and outcome == _GO:
+                self._see_off(meeting)
         except BaseException as error:
             self._settle(meeting, "outcome", Left(self._name, _reason(error), True))
             _end(engine)
@@ -209,14 +215,19 @@ class Meetings:
             raise self._ended(outcome)
         return room, engine
 
-    def see_off(self, place: Place) -> None:
-        """Tell rank 0 that the outcome was read here; on rank 0, wait until all have said so."""
-        meeting = PrefixStore(str(place.number), self._store)
-        with contextlib.suppress(RuntimeError, ValueError):  # all have what they came for
-            if self._rank != 0:
-                meeting.set(f"read/{self._name}", "")
-            elif others := [f"read/{name}" for name in self._names if name != self._name]:
-                meeting.wait(others, min(self._left(), _READ))
+    def _hear_outcome(self, meeting: Store) -> str | Left:
+        try:
+            return self._await(meeting, "outcome")
+        except _Late:
+            return self._settle(meeting, "outcome", Left(self._name, "its time was over", True))
+
+    def _see_off(self, meeting: Store) -> None:
+        """Count who has read the outcome; whoever may hold the store waits for all."""
+        with contextlib.suppress(Exception):  # all have what they came for
+            if meeting.add("read", 1) == self._size:
+                meeting.set("all read", "")
+            if self._name == "0" or not self._names:
+                meeting.wait(["all read"], READING)
 
     # -- the words of a meeting ---------------------------------------------------------------
 

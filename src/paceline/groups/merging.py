@@ -63,7 +63,7 @@ class Merging:
 
     def open(self, place: Place, opener: Callable[[Store], Engine]) -> tuple[Store, Engine]:
         """Open an engine of all ranks; returns when every one has."""
-        return self._meetings.open(place, opener)
+        return self._meetings.open(place, opener, see_off=True)
 
     def _lead(self) -> Place:
         note = msgspec.msgpack.encode(self._part)
