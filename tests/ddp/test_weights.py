@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from paceline import DistributedDataParallel as DDP
+from paceline._reducer import runner
+from paceline._torch import autograd
 from paceline.ddp import set_strict
 from paceline.errors import MixedPassesError, ModuleStateError, PeerError
 from paceline.groups import Group
@@ -320,6 +324,41 @@ def test_micro_steps_that_are_cleared_after_a_backward_that_failed_do_not_come_b
                 ddp(torch.full((1, 1), 5.0)).sum().backward()
             fail_in_backward(ddp)
         ddp.zero_grad(set_to_none=set_to_none)
+        backward(ddp, 3.0, weight=1.0)
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [3.0] * 2
+
+
+def test_what_was_put_aside_is_back_when_a_failure_is_raised_though_autograd_lets_go_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = threading.local()  # a rank is a thread
+
+    def hold(held: list[object], went_on: threading.Event) -> None:
+        went_on.wait(0.5)  # it does not, when it waits for us
+        held.clear()
+
+    def hold_as_a_thread_of_autograd_does(ending: Callable[[], None]) -> None:
+        autograd.call_after_backward(ending)
+        if hasattr(own, "went_on"):
+            own.holder = threading.Thread(target=hold, args=([ending], own.went_on))
+            own.holder.start()
+
+    monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
+    autograd.wait_for_failures()  # as on a GPU
+    monkeypatch.setattr(runner, "call_after_backward", hold_as_a_thread_of_autograd_does)
+
+    def one_rank(group: Group) -> float:
+        ddp = DDP(line(), process_group=group)
+        with ddp.no_sync(), ddp.samples(1):
+            ddp(torch.full((1, 1), 5.0)).sum().backward()
+            own.went_on = threading.Event()
+            fail_in_backward(ddp)
+        ddp.zero_grad()
+        own.went_on.set()
+        own.holder.join()
+        del own.went_on
         backward(ddp, 3.0, weight=1.0)
         return ddp.module.weight.grad.item()
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._torch.autograd import call_after_backward, current_task
+from .._torch.autograd import (
+    call_after_backward,
+    current_task,
+    note_waiting,
+    wait_for_failures,
+)
 from ..errors import PacelineError, PeerError, UnweighableError
 from ..groups import ReduceOp
 from . import messages
@@ -35,6 +40,8 @@ class Runner:
         self._filling: Filling | None = None  # of the pass that has begun
         self._closing: PassClosing | None = None  # of the pass that was sent last
         self._retired = False
+        if any(param.device.type != "cpu" for param in reducer.params):
+            wait_for_failures()
 
     @property
     def running(self) -> Pass:
@@ -152,6 +159,7 @@ class Runner:
         self._of.streams.pass_begins()
         ending = _Ending(self, waiting)
         waiting.ending, waiting.task = weakref.ref(ending), current_task()
+        note_waiting(ending)
         self.current = waiting
         self._of.diary.backward_begins()
         call_after_backward(ending)
@@ -403,6 +411,10 @@ class _Ending:
     def __call__(self) -> None:
         with torch.no_grad():
             self._runner.backward_ends(self._pass)
+
+    def is_awaited(self) -> bool:
+        """Whether its being dropped changes what the program finds."""
+        return self._runner.current is self._pass
 
     def __del__(self) -> None:
         self._runner.backward_failed(self._pass)

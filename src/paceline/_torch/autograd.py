@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
+
+from . import patches
 
 current_task = torch._C._current_graph_task_id
 """Which backward pass runs on this thread, a number; :data:`NO_TASK` when none does. Hooks are told
@@ -29,6 +34,81 @@ def call_after_backward(function: Callable[[], None]) -> None:
     Spelled out, because Dynamo knows the call by these names when it traces a backward pass.
     """
     Variable._execution_engine.queue_callback(function)
+
+
+# -- backward passes that fail ----------------------------------------------------------------
+
+PATIENCE = 5.0  # seconds; what waits is let go of once a thread of autograd's gets its turn
+
+
+class Waiting(Protocol):
+    """What autograd calls when a backward pass has ended, and lets go of when it fails."""
+
+    def is_awaited(self) -> bool:
+        """Whether the program must not go on before autograd has let go of it."""
+        ...
+
+
+@dataclass(eq=False)
+class _Call:
+    """A thread's call of a backward pass, and what waits for the pass to end."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    waiting: list[weakref.ref[Waiting]] = field(default_factory=list)
+
+    def await_release(self) -> None:
+        for reference in self.waiting:
+            waiting = reference()
+            if waiting is None or not waiting.is_awaited():
+                continue
+            released = threading.Event()
+            weakref.finalize(waiting, released.set)
+            del waiting  # it may end here
+            released.wait(PATIENCE)
+
+
+_calls: list[_Call] = []  # that have not returned
+
+
+def note_waiting(waiting: Waiting) -> None:
+    """A failure of the backward pass that runs now is raised after it was let go of ``waiting``.
+
+    Where it is not known which of several calls runs the pass, each of them waits.
+    """
+    calls, here = list(_calls), threading.get_ident()
+    for call in [call for call in calls if call.thread == here] or calls:
+        call.waiting.append(weakref.ref(waiting))
+
+
+class _PatientBackward(torch._C._ImperativeEngine):
+    """Raises the failure of a backward pass when all that waited for its end has heard of it."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def run_backward(self, *arguments: Any, **options: Any) -> Any:
+        if current_task() != NO_TASK:  # inside another one, which goes on
+            return self._engine.run_backward(*arguments, **options)
+        call = _Call()
+        _calls.append(call)
+        try:
+            return self._engine.run_backward(*arguments, **options)
+        except BaseException:
+            call.await_release()
+            raise
+        finally:
+            _calls.remove(call)
+
+
+def wait_for_failures() -> None:
+    """From now on a backward pass that fails raises when all know of it (:func:`note_waiting`).
+
+    On a GPU a thread of autograd's runs the pass. It wakes the program's thread and lets go of
+    the pass afterwards, when the program may have gone on already.
+    """
+    if not isinstance(Variable._execution_engine, _PatientBackward):
+        patches.put(Variable, "_execution_engine", _PatientBackward(Variable._execution_engine))
 
 
 def end_with(record: Any, future: Any) -> None:
