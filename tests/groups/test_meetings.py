@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import Group, new_group
+from paceline._transport import Clock, fetch
 from paceline.errors import GroupClosedError, PeerDiedError, RendezvousError
 from paceline.groups.meetings import Meetings
 from paceline.groups.merging import renumbered
@@ -544,9 +546,9 @@ def test_rank_0_goes_on_without_a_rank_that_ended_before_it_had_read(
     store, done, see_off = HashStore(), threading.Event(), Meetings._see_off
     monkeypatch.setattr("paceline.groups.meetings.READING", timedelta(seconds=0.1))
 
-    def see_off_or_end(meetings: Meetings, meeting: Store) -> None:
+    def see_off_or_end(meetings: Meetings, meeting: Store, patience: timedelta) -> None:
         if HERE.rank == 0:
-            see_off(meetings, meeting)
+            see_off(meetings, meeting, patience)
         else:
             assert done.wait(20), "rank 0 waits for a rank that is gone"
 
@@ -554,3 +556,66 @@ def test_rank_0_goes_on_without_a_rank_that_ended_before_it_had_read(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: _open_and_say(store, done, rank, "all"), range(2)))
     assert done.is_set()
+
+
+def test_who_may_hold_the_store_stays_until_all_have_heard_why_there_is_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, done, hear = HashStore(), threading.Event(), Meetings._await
+
+    def hear_late(meetings: Meetings, meeting: Store, word: str) -> object:
+        if word == "outcome":
+            assert not done.wait(1), "rank 0 may end now, and the store with it"
+        return hear(meetings, meeting, word)
+
+    def one_rank(rank: int) -> str:
+        def opener(room: Store) -> Engine:
+            if rank == 0:
+                raise MemoryError("no memory left")
+            return Engine(room)
+
+        meetings = _meetings(store, rank, [0, 1], LONG)
+        with pytest.raises((RendezvousError, MemoryError)) as caught:
+            meetings.open(meetings.arrive(), opener, see_off=True)  # type: ignore[arg-type]
+        if rank == 0:
+            done.set()
+        return str(caught.value)
+
+    monkeypatch.setattr(Meetings, "_await", hear_late)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(one_rank, range(2)))
+    assert "rank 0 failed: MemoryError: no memory left" in found[1]
+
+
+def arrive_and_open(store: Store) -> None:
+    meetings = _meetings(store, 1, [0, 1], LONG)
+    meetings.open(meetings.arrive(), Engine)  # type: ignore[arg-type]
+
+
+def fetch_from_both(store: Store) -> None:
+    store.set("here/1", "")
+    fetch(store, ["here/0", "here/1"], 1, Clock(LONG))
+
+
+@pytest.mark.parametrize(
+    ("waits", "where"),
+    [
+        pytest.param(arrive_and_open, "0,1/0/card/0", id="for others to come"),
+        pytest.param(arrive_and_open, "0,1/0/opened", id="for others to open"),
+        pytest.param(fetch_from_both, "here/1", id="for a word of each"),
+    ],
+)
+def test_a_store_that_ends_while_ranks_meet_in_it_is_told_as_such(
+    waits: Callable[[Store], None], where: str
+) -> None:
+    held = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(waits, _client(held[0]))
+        if where.endswith("opened"):
+            _meetings(_client(held[0]), 0, [0, 1], LONG).arrive()
+        held[0].wait([where], LONG)
+        held.clear()  # as when its process ends
+        with pytest.raises(
+            RendezvousError, match=r"rank 1: the store .* cannot be reached any more"
+        ):
+            told.result(60)

@@ -3,7 +3,7 @@
 It has not heard of gradients, nor of what a tensor means.
 """
 
-from .agreement import Clock, agree_on, fetch, on_all
+from .agreement import Clock, agree_on, fetch, on_all, reaching_store
 from .clib import Operation
 from .codec import decode, encode
 from .rendezvous import Neighbours, prove_hosts
@@ -58,6 +58,7 @@ __all__ = [
     "on_all",
     "pointer_table",
     "prove_hosts",
+    "reaching_store",
     "shortage",
     "unavailable",
 ]

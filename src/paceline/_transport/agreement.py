@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 from ..errors import EngineUnavailableError, RankUnableError, RendezvousError
 from .terms import compare
@@ -37,23 +38,38 @@ def put(store: Store, key: str, value: object) -> None:
     store.set(key, msgspec.msgpack.encode(value))  # type: ignore[arg-type]  # the stub says str
 
 
-def fetch(store: Store, keys: Sequence[str], rank: int, clock: Clock) -> list[bytes]:
-    """The values of ``keys``, one for each rank in order; names the ranks that did not come."""
+@contextmanager
+def reaching_store(rank: int) -> Iterator[None]:
+    """Say what it means when the store is gone while ``rank`` uses it."""
     try:
-        store.wait(list(keys), timedelta(seconds=clock.left()))
-    except (RuntimeError, ValueError) as error:
-        late = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-        if not late:
-            raise
+        yield
+    except DistNetworkError as error:
         raise RendezvousError(
-            f"after {clock.seconds:g} s no sign of rank {', '.join(late)} of {len(keys)}",
-            "Start every rank with the same world size, store and arguments, "
-            "or give new_group a longer timeout.",
+            "the store in which the ranks meet cannot be reached any more",
+            "The process that holds it, mostly rank 0 or a launcher, has ended, or the connection "
+            "is lost. Look at its output first.",
             rank,
         ) from error
-    if store.has_extended_api():  # type: ignore[attr-defined]  # one question, not one a rank
-        return list(store.multi_get(list(keys)))
-    return [store.get(key) for key in keys]
+
+
+def fetch(store: Store, keys: Sequence[str], rank: int, clock: Clock) -> list[bytes]:
+    """The values of ``keys``, one for each rank in order; names the ranks that did not come."""
+    with reaching_store(rank):
+        try:
+            store.wait(list(keys), timedelta(seconds=clock.left()))
+        except (RuntimeError, ValueError) as error:
+            late = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+            if not late:
+                raise
+            raise RendezvousError(
+                f"after {clock.seconds:g} s no sign of rank {', '.join(late)} of {len(keys)}",
+                "Start every rank with the same world size, store and arguments, "
+                "or give new_group a longer timeout.",
+                rank,
+            ) from error
+        if store.has_extended_api():  # type: ignore[attr-defined]  # one question, not one a rank
+            return list(store.multi_get(list(keys)))
+        return [store.get(key) for key in keys]
 
 
 class Word(msgspec.Struct, frozen=True):

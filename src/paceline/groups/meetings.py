@@ -13,7 +13,8 @@ on in a group that another has given up.
 
 **The rank that holds the store** may end as soon as it has its group, and the store with it. In
 ``new_group``, ``split`` and ``merge`` it stays until all have read the outcome: rank 0, or, where
-ranks are not known by their numbers, every rank. Survivors (``reconfigure``) wait for nobody.
+ranks are not known by their numbers, every rank. When opening has failed it stays for a moment, so
+that all hear whose fault it was. Survivors (``reconfigure``) wait for nobody.
 
 Keys of a meeting are used by it alone: what a former one left behind, of the same ranks or of dead
 ones, is never read again.
@@ -29,8 +30,9 @@ from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import msgspec
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
+from .._transport import reaching_store
 from ..errors import RendezvousError
 
 _FULL, _GO = "full", "go"
@@ -116,7 +118,10 @@ class Meetings:
 
         ``note`` is for all to read (:meth:`cards`).
         """
-        card = Arrival(ranks, note)
+        with reaching_store(self._rank):
+            return self._arrive(Arrival(ranks, note))
+
+    def _arrive(self, card: Arrival) -> Place:
         self._asked.set(self._name, self._key)
         while True:
             number = self._first_open()
@@ -168,20 +173,24 @@ class Meetings:
         """The cards of all that came to a meeting, in their order."""
         self._start_clock()  # whoever came last may have used up the time of all
         meeting, found, at = PrefixStore(str(place.number), self._store), [], 0
-        while at < self._size:
-            meeting.wait([f"card/{at}"], self._left())  # written after it was counted
-            found.append(_CARDS.decode(meeting.get(f"card/{at}")))
-            at += found[-1].ranks
+        with reaching_store(self._rank):
+            while at < self._size:
+                meeting.wait([f"card/{at}"], self._left())  # written after it was counted
+                found.append(_CARDS.decode(meeting.get(f"card/{at}")))
+                at += found[-1].ranks
         return found
 
     def hear(self, store: Store, key: str) -> bytes:
         """What another rank says in ``store``, as long as there is time for the meeting."""
-        try:
-            store.wait([key], self._left() + _GRACE)  # the other may use all of its own time
-        except (RuntimeError, ValueError) as error:
-            what = f"after {self._seconds:g} s no message from another rank of this group"
-            raise RendezvousError(what, _REMEDY, self._rank) from error
-        return store.get(key)
+        with reaching_store(self._rank):
+            try:
+                store.wait([key], self._left() + _GRACE)  # the other may use all of its own time
+            except DistNetworkError:
+                raise
+            except (RuntimeError, ValueError) as error:
+                what = f"after {self._seconds:g} s no message from another rank of this group"
+                raise RendezvousError(what, _REMEDY, self._rank) from error
+            return store.get(key)
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -199,19 +208,24 @@ class Meetings:
             engine = opener(room)
         except BaseException as error:
             self._settle(meeting, "outcome", Left(self._name, _reason(error), True))
+            if see_off and isinstance(error, Exception):
+                self._see_off(meeting, _GRACE)
             raise
         try:
-            if meeting.add("opened", 1) == self._size:
-                self._settle(meeting, "outcome", _GO)
-            outcome = self._hear_outcome(meeting)
+            with reaching_store(self._rank):
+                if meeting.add("opened", 1) == self._size:
+                    self._settle(meeting, "outcome", _GO)
+                outcome = self._hear_outcome(meeting)
             if see_off and outcome == _GO:
-                self._see_off(meeting)
+                self._see_off(meeting, READING)
         except BaseException as error:
             self._settle(meeting, "outcome", Left(self._name, _reason(error), True))
             _end(engine)
             raise
         if isinstance(outcome, Left):
             _end(engine)
+            if see_off:
+                self._see_off(meeting, _GRACE)
             raise self._ended(outcome)
         return room, engine
 
@@ -221,13 +235,13 @@ class Meetings:
         except _Late:
             return self._settle(meeting, "outcome", Left(self._name, "its time was over", True))
 
-    def _see_off(self, meeting: Store) -> None:
-        """Count who has read the outcome; whoever may hold the store waits for all."""
+    def _see_off(self, meeting: Store, patience: timedelta) -> None:
+        """Count who knows the outcome; whoever may hold the store waits until all do."""
         with contextlib.suppress(Exception):  # all have what they came for
             if meeting.add("read", 1) == self._size:
                 meeting.set("all read", "")
             if self._name == "0" or not self._names:
-                meeting.wait(["all read"], READING)
+                meeting.wait(["all read"], patience)
 
     # -- the words of a meeting ---------------------------------------------------------------
 
