@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
 from paceline import DistributedDataParallel as DDP
 from paceline._reducer import runner
-from paceline._torch import autograd
+from paceline._reducer.runner import Runner
+from paceline._torch import autograd, patches
 from paceline.ddp import set_strict
 from paceline.errors import MixedPassesError, ModuleStateError, PeerError
 from paceline.groups import Group
@@ -284,7 +287,7 @@ def test_a_gradient_penalty_leaves_earlier_weighted_micro_steps_as_they_are(held
     assert run_ranks(2, one_rank) == [held + 2.0] * 2
 
 
-def fail_in_backward(ddp: DDP) -> None:
+def fail_in_backward(ddp: nn.Module) -> None:
     """A backward pass that raises behind the model."""
 
     def fail(_grad: torch.Tensor) -> None:
@@ -330,8 +333,18 @@ def test_micro_steps_that_are_cleared_after_a_backward_that_failed_do_not_come_b
     assert run_ranks(2, one_rank) == [3.0] * 2
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of autograd's may tell of failures."""
+    monkeypatch.setattr(runner, "RUN_BY_THE_CALLER", ())
+    monkeypatch.setattr(autograd, "PATIENCE", 100.0)  # what waits for nothing runs into a deadline
+    monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
+
+
+@pytest.mark.parametrize("uninstalls", [False, True])
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_was_put_aside_is_back_when_a_failure_is_raised_though_autograd_lets_go_late(
-    monkeypatch: pytest.MonkeyPatch,
+    uninstalls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = threading.local()  # a rank is a thread
 
@@ -345,12 +358,14 @@ def test_what_was_put_aside_is_back_when_a_failure_is_raised_though_autograd_let
             own.holder = threading.Thread(target=hold, args=([ending], own.went_on))
             own.holder.start()
 
-    monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
-    autograd.wait_for_failures()  # as on a GPU
     monkeypatch.setattr(runner, "call_after_backward", hold_as_a_thread_of_autograd_does)
 
     def one_rank(group: Group) -> float:
         ddp = DDP(line(), process_group=group)
+        if uninstalls:
+            backward(ddp, 1.0)
+            ddp.zero_grad()
+            patches.take_back()
         with ddp.no_sync(), ddp.samples(1):
             ddp(torch.full((1, 1), 5.0)).sum().backward()
             own.went_on = threading.Event()
@@ -363,6 +378,99 @@ def test_what_was_put_aside_is_back_when_a_failure_is_raised_though_autograd_let
         return ddp.module.weight.grad.item()
 
     assert run_ranks(2, one_rank) == [3.0] * 2
+
+
+class Held:
+    """What waits for the end of a backward pass."""
+
+    def is_awaited(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_failure_waits_for_what_a_thread_of_autograds_has_noted() -> None:
+    held, went_on = [Held()], threading.Event()
+    reference = weakref.ref(held[0])
+
+    def let_go_late() -> None:
+        went_on.wait(0.5)  # it does not, when it waits for us
+        held.clear()
+
+    holder = threading.Thread(target=let_go_late)
+
+    def fail(_grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: autograd.note_waiting(held[0]))
+        thread.start()
+        thread.join()
+        holder.start()
+        raise ArithmeticError
+
+    autograd.wait_for_failures()
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        x.sum().backward()
+    assert reference() is None
+    went_on.set()
+    holder.join()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_failure_does_not_wait_for_the_pass_of_another_thread() -> None:
+    def one_rank(group: Group) -> float:
+        ddp, told = DDP(line(), process_group=group), threading.Event()
+
+        def fail_beside() -> None:
+            fail_in_backward(line())
+            told.set()
+
+        def wait(_grad: torch.Tensor) -> None:
+            beside = threading.Thread(target=fail_beside)
+            beside.start()
+            assert told.wait(60)
+            beside.join()
+
+        x = torch.ones(1, 1, requires_grad=True)
+        x.register_hook(wait)
+        ddp(x).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(1, one_rank) == [1.0]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_pass_that_failed_at_its_end_is_over_whoever_keeps_the_error(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree, failed = Runner._agree_on_unit, set[int]()
+
+    def run_out_once(of: Runner) -> None:
+        if id(of) not in failed:
+            failed.add(id(of))
+            raise MemoryError("no memory left")
+        agree(of)
+
+    def sum_up(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = group.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    monkeypatch.setattr(Runner, "_agree_on_unit", run_out_once)
+
+    def one_rank(group: Group) -> list[float]:
+        ddp, kept, found = DDP(line(), process_group=group), [], []
+        ddp.register_comm_hook(group, sum_up)
+        try:
+            backward(ddp, 1.0)
+        except MemoryError as error:
+            kept += [error] if keeps else []
+        for value in (3.0, 5.0):
+            ddp.zero_grad()
+            backward(ddp, value + group.rank())
+            found.append(ddp.module.weight.grad.item())
+        return found
+
+    assert run_ranks(2, one_rank) == [[3.5, 5.5]] * 2
 
 
 def test_a_count_for_one_pass_is_gone_after_a_backward_that_failed_in_no_sync() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline import Join
+from paceline._reducer import runner
 from paceline.errors import EarlyTerminationError
 from paceline.hooks import CodecHook, Fp16
 from paceline.optim import ZeroRedundancyOptimizer
@@ -105,6 +107,50 @@ def test_weighted_passes_that_are_cleared_after_one_that_failed_do_not_come_back
             loss(ddp, mine).backward()
         assert_same(grads(ddp), grads_alone(scene, model, parts), **EXACT)
         ddp.zero_grad()
+
+
+@on_ranks(cuda=True)
+def test_a_failure_is_raised_once_the_thread_that_ran_the_pass_has_let_go_of_it(
+    scene: Scene,
+) -> None:
+    call, holders = runner.call_after_backward, list[threading.Thread]()
+    went_on = threading.Event()
+
+    def hold(held: list[object]) -> None:
+        went_on.wait(0.5)  # it does not, when it waits for us
+        held.clear()
+
+    def call_and_hold(ending: Any) -> None:
+        call(ending)
+        holders.append(threading.Thread(target=hold, args=([ending],)))
+        holders[-1].start()
+
+    def fail(_grad: Tensor) -> None:
+        raise ArithmeticError
+
+    model = stack(3, 5, 2)
+    ddp = DDP(scene.place(model), process_group=scene.group)
+    parts = batches(scene, SIZES[: scene.size])
+    mine = parts[scene.rank]
+    with ddp.samples(len(mine)):
+        with ddp.no_sync():
+            loss(ddp, mine + 1).backward()
+            failing = mine.clone().requires_grad_()
+            failing.register_hook(fail)
+            failed = loss(ddp, failing)
+            runner.call_after_backward = call_and_hold
+            try:
+                with pytest.raises(ArithmeticError):
+                    failed.backward()
+            finally:
+                runner.call_after_backward = call
+        ddp.zero_grad()
+        went_on.set()
+        for holder in holders:
+            holder.join()
+        loss(ddp, mine).backward()
+    assert len(holders) == 1
+    assert_same(grads(ddp), grads_alone(scene, model, parts), **EXACT)
 
 
 @on_ranks

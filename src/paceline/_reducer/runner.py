@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 
+RUN_BY_THE_CALLER = ("cpu",)
+"""Kinds of devices that have no threads of autograd's: who calls a backward pass runs it."""
+
+
 class Runner:
     """The pass that runs, or was left halfway; there is one at a time."""
 
@@ -40,8 +44,8 @@ class Runner:
         self._filling: Filling | None = None  # of the pass that has begun
         self._closing: PassClosing | None = None  # of the pass that was sent last
         self._retired = False
-        if any(param.device.type != "cpu" for param in reducer.params):
-            wait_for_failures()
+        self._on_cpu = all(param.device.type in RUN_BY_THE_CALLER for param in reducer.params)
+        self._told_late = False  # of failures, by a thread of autograd's
 
     @property
     def running(self) -> Pass:
@@ -75,6 +79,9 @@ class Runner:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(self._reached)
+                if not self._on_cpu or output.device.type not in RUN_BY_THE_CALLER:
+                    self._told_late = True
+                    wait_for_failures()
 
     def _reached(self, _grad: Tensor) -> None:
         """A backward pass has reached an output; ``autograd.grad`` may then reach no parameter."""
@@ -159,7 +166,8 @@ class Runner:
         self._of.streams.pass_begins()
         ending = _Ending(self, waiting)
         waiting.ending, waiting.task = weakref.ref(ending), current_task()
-        note_waiting(ending)
+        if self._told_late:
+            note_waiting(ending)
         self.current = waiting
         self._of.diary.backward_begins()
         call_after_backward(ending)
@@ -248,8 +256,8 @@ class Runner:
         At once, so that the program finds it, and can clear it. Other passes: :meth:`make_good`.
         """
         if failed is self.current and not failed.has_begun and not failed.due:
-            self._end_unaveraged(failed, came=False)
             self._of.ledger.use_up()
+            self._end_unaveraged(failed, came=False)
 
     def _end_unaveraged(self, ending: Pass, *, came: bool) -> None:
         ledger, params = self._of.ledger, self._of.params
@@ -409,12 +417,22 @@ class _Ending:
         self._runner, self._pass = runner, ending
 
     def __call__(self) -> None:
-        with torch.no_grad():
-            self._runner.backward_ends(self._pass)
+        try:
+            with torch.no_grad():
+                self._runner.backward_ends(self._pass)
+        except BaseException:  # with a traceback that holds us as long as the program likes
+            self._runner.backward_failed(self._pass)
+            raise
+        finally:
+            self._pass.ending = _nothing
 
     def is_awaited(self) -> bool:
         """Whether its being dropped changes what the program finds."""
-        return self._runner.current is self._pass
+        return self._runner.current is self._pass and self._pass.runs
 
     def __del__(self) -> None:
         self._runner.backward_failed(self._pass)
+
+
+def _nothing() -> None:
+    """In place of an ending that was called."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch.autograd import Variable
 
 from . import patches
+from .dynamo import never_trace
 
 current_task = torch._C._current_graph_task_id
 """Which backward pass runs on this thread, a number; :data:`NO_TASK` when none does. Hooks are told
@@ -41,7 +43,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 PATIENCE = 5.0  # seconds; what waits is let go of once a thread of autograd's gets its turn
 
 
-class Waiting(Protocol):
+class EndAwaiter(Protocol):
     """What autograd calls when a backward pass has ended, and lets go of when it fails."""
 
     def is_awaited(self) -> bool:
@@ -50,13 +52,14 @@ class Waiting(Protocol):
 
 
 @dataclass(eq=False)
-class _Call:
+class _BackwardCall:
     """A thread's call of a backward pass, and what waits for the pass to end."""
 
     thread: int = field(default_factory=threading.get_ident)
-    waiting: list[weakref.ref[Waiting]] = field(default_factory=list)
+    waiting: list[weakref.ref[EndAwaiter]] = field(default_factory=list)
 
     def await_release(self) -> None:
+        until = time.monotonic() + PATIENCE
         for reference in self.waiting:
             waiting = reference()
             if waiting is None or not waiting.is_awaited():
@@ -64,20 +67,10 @@ class _Call:
             released = threading.Event()
             weakref.finalize(waiting, released.set)
             del waiting  # it may end here
-            released.wait(PATIENCE)
+            released.wait(max(until - time.monotonic(), 0.0))
 
 
-_calls: list[_Call] = []  # that have not returned
-
-
-def note_waiting(waiting: Waiting) -> None:
-    """A failure of the backward pass that runs now is raised after it was let go of ``waiting``.
-
-    Where it is not known which of several calls runs the pass, each of them waits.
-    """
-    calls, here = list(_calls), threading.get_ident()
-    for call in [call for call in calls if call.thread == here] or calls:
-        call.waiting.append(weakref.ref(waiting))
+_calls: list[_BackwardCall] = []  # that have not returned
 
 
 class _PatientBackward(torch._C._ImperativeEngine):
@@ -90,15 +83,28 @@ class _PatientBackward(torch._C._ImperativeEngine):
     def run_backward(self, *arguments: Any, **options: Any) -> Any:
         if current_task() != NO_TASK:  # inside another one, which goes on
             return self._engine.run_backward(*arguments, **options)
-        call = _Call()
-        _calls.append(call)
+        call = _BackwardCall()
         try:
+            _calls.append(call)
             return self._engine.run_backward(*arguments, **options)
         except BaseException:
             call.await_release()
             raise
         finally:
-            _calls.remove(call)
+            if call in _calls:  # an interrupt may come first
+                _calls.remove(call)
+
+
+def note_waiting(waiting: EndAwaiter) -> None:
+    """A failure of the backward pass that runs now is raised after it was let go of ``waiting``.
+
+    If :func:`wait_for_failures` was called before the pass. A thread of autograd's does not know
+    which of several calls it works for: each of them waits. (What autograd hands to its threads,
+    ``_stash_obj_in_tls``, loses count of references in torch 2.11.)
+    """
+    calls, here = list(_calls), threading.get_ident()
+    for call in [call for call in calls if call.thread == here] or calls:
+        call.waiting.append(weakref.ref(waiting))
 
 
 def wait_for_failures() -> None:
@@ -107,8 +113,16 @@ def wait_for_failures() -> None:
     On a GPU a thread of autograd's runs the pass. It wakes the program's thread and lets go of
     the pass afterwards, when the program may have gone on already.
     """
-    if not isinstance(Variable._execution_engine, _PatientBackward):
-        patches.put(Variable, "_execution_engine", _PatientBackward(Variable._execution_engine))
+    if isinstance(Variable._execution_engine, _PatientBackward):
+        return
+    never_trace(note_waiting)
+    for method in (
+        _PatientBackward.run_backward,
+        _BackwardCall.__init__,
+        _BackwardCall.await_release,
+    ):
+        never_trace(method, callees=False)  # what they call may be compiled autograd
+    patches.put(Variable, "_execution_engine", _PatientBackward(Variable._execution_engine))
 
 
 def end_with(record: Any, future: Any) -> None:

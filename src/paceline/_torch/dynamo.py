@@ -58,14 +58,15 @@ def copied(function: Any) -> Any:
     return twin
 
 
-def never_trace(function: Any) -> None:
-    """Leave ``function`` and all it calls alone when it runs in eager mode between two graphs."""
+def never_trace(function: Any, *, callees: bool = True) -> None:
+    """Leave ``function`` alone when it runs in eager mode between two graphs, and all it calls."""
     from torch._C._dynamo import eval_frame
 
     if not hasattr(eval_frame, "set_code_exec_strategy"):
         return
     skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    rest = skip if callees else eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, rest)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
