@@ -177,9 +177,9 @@ def uninstall() -> None:
     """Undo all calls of :func:`install`.
 
     It also undoes the changes to ``torch.compile`` that the first group made, until the next group
-    is created, and to autograd's engine, until the next forward of a wrapped model on a device.
-    Models that are wrapped stay as they are. So do names that a module outside torch
-    has imported since.
+    is created, and, in a process that uses a GPU, those to autograd's engine, until the next
+    forward of a wrapped model. Models that are wrapped stay as they are. So do names that a module
+    outside torch has imported since.
     """
     set_strict(False)
     stand_for_torchs(DistributedDataParallel, False)

@@ -1,6 +1,7 @@
 """On a GPU: one rank over NCCL, with the collectives that a group of one could leave out."""
 
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline import Group
+from paceline._reducer import runner
 from paceline.errors import PeerError
 from paceline.testing import Meeting, spawn_ranks
 
@@ -232,3 +234,59 @@ def _warm_up(meeting: Meeting, backend: str) -> float:
 @two_ranks
 def test_one_rank_may_use_the_module_alone(backend: str) -> None:
     assert spawn_ranks(2, _warm_up, backend) == [1.5, 1.5]
+
+
+class Between(nn.Module):
+    """Its parameter and its output are on the CPU; what it computes in between is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        between = (x * self.weight).cuda()
+        if fails:
+            between.register_hook(_fail)
+        return between.mul(1.0).cpu()
+
+
+def _fail(_grad: Tensor) -> None:
+    raise ArithmeticError
+
+
+def _clear_after_a_failure(meeting: Meeting) -> float:
+    call, went_on = runner.call_after_backward, threading.Event()
+    holders = list[threading.Thread]()
+
+    def hold(held: list[object]) -> None:
+        went_on.wait(0.5)  # it does not, when it waits for us
+        held.clear()
+
+    def call_and_hold(ending: object) -> None:
+        call(ending)
+        holders.append(threading.Thread(target=hold, args=([ending],)))
+        holders[-1].start()
+
+    with meeting.new_group("gloo", device="cpu") as group:
+        ddp = DDP(Between(), process_group=group)
+        with ddp.no_sync(), ddp.samples(1):
+            ddp(torch.full((1,), 5.0)).sum().backward()
+            failing = ddp(torch.ones(1), fails=True).sum()
+            runner.call_after_backward = call_and_hold
+            with pytest.raises(ArithmeticError):
+                failing.backward()
+            runner.call_after_backward = call
+        ddp.zero_grad()
+        went_on.set()
+        for holder in holders:
+            holder.join()
+        ddp.samples(1)
+        ddp(torch.full((1,), 3.0)).sum().backward()
+        assert len(holders) == 1
+        return float(ddp.module.weight.grad)
+
+
+def test_gradients_stay_cleared_after_a_failure_though_only_what_is_in_between_is_on_the_gpu() -> (
+    None
+):
+    assert spawn_ranks(2, _clear_after_a_failure) == [3.0] * 2

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch.autograd import (
     call_after_backward,
     current_task,
+    may_run_on_threads,
     note_waiting,
     wait_for_failures,
 )
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 
-RUN_BY_THE_CALLER = ("cpu",)
-"""Kinds of devices that have no threads of autograd's: who calls a backward pass runs it."""
-
-
 class Runner:
     """The pass that runs, or was left halfway; there is one at a time."""
 
@@ -44,7 +41,6 @@ class Runner:
         self._filling: Filling | None = None  # of the pass that has begun
         self._closing: PassClosing | None = None  # of the pass that was sent last
         self._retired = False
-        self._on_cpu = all(param.device.type in RUN_BY_THE_CALLER for param in reducer.params)
         self._told_late = False  # of failures, by a thread of autograd's
 
     @property
@@ -76,12 +72,12 @@ class Runner:
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Be told when a backward pass comes to one of these, before it comes to any parameter."""
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(self._reached)
-                if not self._on_cpu or output.device.type not in RUN_BY_THE_CALLER:
-                    self._told_late = True
-                    wait_for_failures()
+        watched = [output for output in outputs if output.grad_fn is not None]
+        for output in watched:
+            output.register_hook(self._reached)
+        if watched and may_run_on_threads():
+            self._told_late = True
+            wait_for_failures()
 
     def _reached(self, _grad: Tensor) -> None:
         """A backward pass has reached an output; ``autograd.grad`` may then reach no parameter."""

@@ -107,6 +107,16 @@ def note_waiting(waiting: EndAwaiter) -> None:
         call.waiting.append(weakref.ref(waiting))
 
 
+def may_run_on_threads() -> bool:
+    """Whether autograd may run passes on threads of its own: this process uses a device for which
+    it has some, be it only for what a model computes between its parameters and its outputs."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return False
+    is_used = getattr(getattr(torch, device.type, None), "is_initialized", None)
+    return is_used is None or bool(is_used())
+
+
 def wait_for_failures() -> None:
     """From now on a backward pass that fails raises when all know of it (:func:`note_waiting`).
 
