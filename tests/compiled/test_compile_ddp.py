@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import paceline
@@ -310,16 +311,27 @@ def test_a_weight_around_the_first_call_makes_a_graph_that_knows_of_it() -> None
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_strict_wrapper_is_split_by_buckets_as_torchs_is() -> None:
+def strict_wrapper() -> paceline.DistributedDataParallel:
     torch.compiler.reset()  # else Dynamo may have had enough of the wrapper's forward
     paceline.ddp.set_strict(True)
     try:
-        ddp = paceline.DistributedDataParallel(Stack(), process_group=alone(), bucket_cap_mb=2)
+        return paceline.DistributedDataParallel(Stack(), process_group=alone(), bucket_cap_mb=2)
     finally:
         paceline.ddp.set_strict(False)
-    counter = CompileCounterWithBackend("aot_eager")
+
+
+def test_a_strict_wrapper_is_split_by_buckets_as_torchs_is() -> None:
+    ddp, counter = strict_wrapper(), CompileCounterWithBackend("aot_eager")
     torch.compile(ddp, backend=counter)(torch.ones(2, 730)).sum().backward()
     assert counter.frame_count == 4
+
+
+def test_a_strict_wrapper_is_one_graph_where_torchs_is() -> None:
+    ddp, counter = strict_wrapper(), CompileCounterWithBackend("aot_eager")
+    with dynamo_config.patch(optimize_ddp="python_reducer"):
+        compiled = torch.compile(ddp, backend=counter, fullgraph=True)
+        compiled(torch.ones(2, 730)).sum().backward()
+    assert counter.frame_count == 1
 
 
 QUICK = [

@@ -101,6 +101,19 @@ def test_a_gan_inside_one_forward_is_averaged(style: str, cap: float, prepares: 
     assert not torch.equal(alone.judge[0].weight, first["judge.0.weight"])
 
 
+@pytest.mark.parametrize("given", [lambda out: out, lambda out: out.sum(), lambda out: [out]])
+def test_a_reducer_is_told_of_one_tensor_or_of_several(given: Any) -> None:
+    def one_rank(group: Group) -> float:
+        ddp = DDP(nn.Linear(1, 1, bias=False), process_group=group)
+        out = ddp.module(torch.full((2, 1), 1.0 + group.rank()))
+        told = given(out)
+        ddp.reducer.prepare_for_backward(told)
+        (told if isinstance(told, Tensor) else out).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, one_rank) == [3.0, 3.0]
+
+
 def test_what_was_frozen_for_long_and_thaws_inside_a_forward_is_an_error() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:

@@ -89,6 +89,13 @@ def this_compilation() -> str:
     return str(CompileContext.current_compile_id())
 
 
+def wants_averages_in_graphs() -> bool:
+    """Whether the program asked torch for a wrapper that is traced whole, averages included."""
+    from torch._dynamo import config
+
+    return config.optimize_ddp == "python_reducer"
+
+
 def uses_inductor() -> bool:
     """Whether what is traced now will be compiled by Inductor, which keeps its code on disk."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -84,7 +84,8 @@ def traced_forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) ->
 def why_not(number: Tensor) -> str:
     """Why a wrapper's averages cannot be in a graph; asked when it is traced."""
     ddp = wrapper_numbered(number)
-    if ddp.replica.reducer.policy.strict:  # torch's way: Dynamo splits the graph by buckets
+    strict = ddp.replica.reducer.policy.strict
+    if strict and not dynamo.wants_averages_in_graphs():  # as with torch's, Dynamo splits the graph
         return "strict"
     reason = reasons.never(ddp) or reasons.now(ddp, ddp.replica.reducer.params)
     if reason:

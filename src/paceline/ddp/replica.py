@@ -216,7 +216,7 @@ class Replica:
         outputs = (output,) if isinstance(output, Tensor) else tensors_in(output)
         self.reducer.forward_ends(outputs, averaged=self.averaging.on)
 
-    def expect_backward(self, outputs: Sequence[Tensor]) -> None:
+    def expect_backward(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Average the next backward pass too, with what is trained now.
 
         Torch's ``prepare_for_backward``, for programs that call backward several times inside one
@@ -224,7 +224,8 @@ class Replica:
         """
         self.averaging.note_forward()
         self._take_in_thawed()
-        self.reducer.expect_backward(tensors_in(list(outputs)))
+        given = outputs if isinstance(outputs, Tensor) else list(outputs)
+        self.reducer.expect_backward(tensors_in(given))
 
     def expect_no_backward(self) -> None:
         """Note that the gradients of the last forward have been averaged already."""

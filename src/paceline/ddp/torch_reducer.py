@@ -67,7 +67,7 @@ class TorchReducer:
     def prepare_for_forward(self) -> None:
         """Nothing is left to do before a forward pass."""
 
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+    def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Watch ``outputs``, and average the next backward pass, with what is trained now."""
         self._replica.expect_backward(outputs)
 
