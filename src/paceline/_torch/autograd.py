@@ -108,8 +108,11 @@ def note_waiting(waiting: EndAwaiter) -> None:
 
 
 def may_run_on_threads() -> bool:
-    """Whether autograd may run passes on threads of its own: this process uses a device for which
-    it has some, be it only for what a model computes between its parameters and its outputs."""
+    """Whether autograd may run passes on threads of its own, as it does for devices.
+
+    What counts is that the process uses one, be it only for the loss, or for what a model computes
+    between its parameters and its outputs.
+    """
     device = torch.accelerator.current_accelerator()
     if device is None:
         return False
