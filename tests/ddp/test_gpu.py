@@ -236,15 +236,17 @@ def test_one_rank_may_use_the_module_alone(backend: str) -> None:
     assert spawn_ranks(2, _warm_up, backend) == [1.5, 1.5]
 
 
-class Between(nn.Module):
-    """Its parameter and its output are on the CPU; what it computes in between is not."""
+class Detour(nn.Module):
+    """Its parameter and its output are on the CPU; what it computes in between need not be."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.weight, self.inside = nn.Parameter(torch.ones(1)), inside
 
     def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        between = (x * self.weight).cuda()
+        between = x * self.weight
+        if self.inside:
+            between = between.cuda()
         if fails:
             between.register_hook(_fail)
         return between.mul(1.0).cpu()
@@ -254,7 +256,7 @@ def _fail(_grad: Tensor) -> None:
     raise ArithmeticError
 
 
-def _clear_after_a_failure(meeting: Meeting) -> float:
+def _clear_after_a_failure(meeting: Meeting, inside: bool) -> float:
     call, went_on = runner.call_after_backward, threading.Event()
     holders = list[threading.Thread]()
 
@@ -267,11 +269,15 @@ def _clear_after_a_failure(meeting: Meeting) -> float:
         holders.append(threading.Thread(target=hold, args=([ending],)))
         holders[-1].start()
 
+    def loss(value: float, fails: bool = False) -> Tensor:
+        out = ddp(torch.full((1,), value), fails)
+        return (out if inside else out.cuda()).sum()
+
     with meeting.new_group("gloo", device="cpu") as group:
-        ddp = DDP(Between(), process_group=group)
+        ddp = DDP(Detour(inside), process_group=group)
         with ddp.no_sync(), ddp.samples(1):
-            ddp(torch.full((1,), 5.0)).sum().backward()
-            failing = ddp(torch.ones(1), fails=True).sum()
+            loss(5.0).backward()
+            failing = loss(1.0, fails=True)
             runner.call_after_backward = call_and_hold
             with pytest.raises(ArithmeticError):
                 failing.backward()
@@ -281,12 +287,11 @@ def _clear_after_a_failure(meeting: Meeting) -> float:
         for holder in holders:
             holder.join()
         ddp.samples(1)
-        ddp(torch.full((1,), 3.0)).sum().backward()
+        loss(3.0).backward()
         assert len(holders) == 1
         return float(ddp.module.weight.grad)
 
 
-def test_gradients_stay_cleared_after_a_failure_though_only_what_is_in_between_is_on_the_gpu() -> (
-    None
-):
-    assert spawn_ranks(2, _clear_after_a_failure) == [3.0] * 2
+@pytest.mark.parametrize("inside", [True, False], ids=["in between", "the loss"])
+def test_gradients_stay_cleared_after_a_failure_though_little_is_on_the_gpu(inside: bool) -> None:
+    assert spawn_ranks(2, _clear_after_a_failure, inside) == [3.0] * 2
